@@ -1,0 +1,66 @@
+"""An algorithm is a value of five functions; a wrapper maps an algorithm to an algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hpcgrpo.types import Batch, Completion, Group, Prompt, Rollout, Totals
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Rollouts(Protocol):
+    """What `explore` may ask of the trainer.
+
+    Each rank explores its own prompts; `total` and `more` are collective: every rank calls them equally often.
+    """
+
+    def __call__(self, prompts: Sequence[Prompt], num: int, stage: str = "sample") -> list[tuple[Rollout, ...]]:
+        """Sample and grade `num` completions of each prompt. `stage` enters the sampling seeds."""
+        ...
+
+    def refine(
+        self, prompt: Prompt, draft: Completion, *, template: str, max_length: int | None, keep_reasoning: bool
+    ) -> Prompt:
+        """The prompt with a draft placed after its question (iGRPO's q')."""
+        ...
+
+    def more(self) -> list[Prompt]:
+        """This rank's share of the next prompts in the run's order, as many over all ranks as the step began with."""
+        ...
+
+    def total(self, count: int) -> int:
+        """Sum of `count` over all ranks."""
+        ...
+
+
+Explore = Callable[[Sequence[Prompt], Rollouts], list[Group]]
+Credit = Callable[[Sequence[Group]], list[tuple[float, ...]]]  # [groups][G] advantages
+Select = Callable[[Sequence[Group], Sequence[Sequence[float]]], list[tuple[int, ...]]]  # kept indices a group
+Weigh = Callable[[Sequence[int], Totals], list[float]]  # weight of each token of a row, a row
+Metrics = dict[str, "Tensor"]  # sums over tokens; names that end in /min or /max are extremes
+Loss = Callable[["Tensor", Batch], tuple["Tensor", Metrics]]  # new log-probs [T] -> weighted sum (to minimise)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One policy's training rule.
+
+    `explore`, `credit` and `select` see whole groups, `weigh` all kept rows of an optimizer step in the global
+    order (the same on every rank), `loss` one micro-batch. None of them does I/O.
+    """
+
+    name: str
+    explore: Explore
+    credit: Credit
+    select: Select
+    weigh: Weigh
+    loss: Loss
+    num_generations: int  # G, completions a group
+    num_drafts: int = 0  # N, further completions a prompt that are never trained on
+    batch_share: int = 0  # completions of train_batch_size that one prompt takes up
+    streams: frozenset[str] = frozenset()  # further log-probs the loss needs: {"reference"}
+    options: Mapping[str, Any] = field(default_factory=dict)  # the resolved specification, for config.yaml

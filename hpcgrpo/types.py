@@ -97,6 +97,32 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Row:
+    """One completion that is trained on."""
+
+    index: int  # place in the optimizer step's global order
+    token_ids: tuple[int, ...]  # [C]
+    behavior: tuple[float, ...]  # [C] the generator's log-probs
+    advantage: float
+    weight: float  # of each of its tokens in the loss
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A prefix and completions that continue it: computed together, the prefix once."""
+
+    prefix: tuple[int, ...]  # [P]
+    rows: tuple[Row, ...]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prefix) + sum(len(r.token_ids) for r in self.rows)
+
+
+MicroBatch = tuple[Piece, ...]  # what one forward pass takes; () where a rank runs short
+
+
+@dataclass(frozen=True, slots=True)
 class Totals:
     """Sums over all ranks and micro-batches of one optimizer step: what `weigh` divides by."""
 

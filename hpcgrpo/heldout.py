@@ -1,0 +1,43 @@
+"""Held-out questions, answered in one pass and in two, and graded by the training's own rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from hpcgrpo.trainer import Trainer
+from hpcgrpo.types import Prompt, Rollout, Sampling
+
+
+def evaluate(
+    trainer: Trainer, prompts: Sequence[Prompt], *, temperature: float, template: str | None
+) -> dict[str, float]:
+    """eval/<reward name> and eval/reward over all prompts; eval/two_pass/... too where a `template` is given.
+
+    The second pass sees the first pass's answer as its draft, whatever its reward (nothing is selected).
+    Collective; prompts are shared over the ranks and every rank gets the result.
+    """
+    sampling = Sampling(temperature, trainer.setup.max_completion_length)
+    mine = prompts[trainer.ranks.rank :: trainer.ranks.size]
+    first = [r[0] for r in trainer.rollouts(mine, 1, "eval", sampling)]
+    metrics = _means("eval", trainer, first)
+    if template is not None:
+        limit = trainer.setup.max_refine_prompt_length
+        second = [
+            trainer.refine(r.prompt, r.completion.token_ids, template=template, max_length=limit)
+            for r in first
+        ]
+        again = [r[0] for r in trainer.rollouts(second, 1, "eval-two-pass", sampling)]
+        metrics |= _means("eval/two_pass", trainer, again)
+    return metrics
+
+
+def _means(prefix: str, trainer: Trainer, mine: Sequence[Rollout]) -> dict[str, float]:
+    parts = [{"reward": r.reward, **r.score.parts} for r in mine]
+    everyone = [p for share in trainer.ranks.gather(parts) for p in share]
+    means = {}
+    for name in dict.fromkeys(n for p in everyone for n in p):
+        values = [v for p in everyone if (v := p.get(name)) is not None]
+        if values:
+            means[f"{prefix}/{name}"] = fmean(values)
+    return means

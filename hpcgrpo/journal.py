@@ -1,0 +1,171 @@
+"""A run's folder as it is written: metrics, rollouts, trackers, progress. Rank 0 alone has one."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+METRICS = "metrics.jsonl"
+
+
+class FolderInUse(ValueError):
+    """Another live run writes to the folder."""
+
+
+def claim(folder: Path) -> IO[str]:
+    """Make the run's folder, private to the user, and lock it until the process ends.
+
+    Raises FolderInUse, naming the process that holds it. The lock goes with the process, however it ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    lock = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held as long as the process lives
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        owner = lock.read().strip() or "another process"
+        lock.close()
+        raise FolderInUse(
+            f"{folder}: a live run ({owner}) is writing here; wait for it, stop it, or give this run a name of its own"
+        ) from None
+    lock.truncate(0)
+    lock.write(f"pid {os.getpid()} on {socket.gethostname()}")
+    lock.flush()
+    return lock
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write to a temporary name beside `path`, then rename: a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl; a last line cut off by a crash is left out."""
+    path = folder / METRICS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    kept = []
+    for line in lines:
+        try:
+            kept.append(json.loads(line))
+        except ValueError:
+            break
+    return kept
+
+
+@dataclass
+class Journal:
+    """Writes what a run measures. Steps after `resumed_step` that an earlier attempt wrote are dropped first."""
+
+    folder: Path
+    resumed_step: int
+    report_to: tuple[str, ...]
+    config: Mapping[str, Any]
+    log_completions: bool
+    trackers: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        kept = [m for m in read_metrics(self.folder) if m["step"] <= self.resumed_step]
+        write_atomically(self.folder / METRICS, "".join(json.dumps(m) + "\n" for m in kept))
+        if "tensorboard" in self.report_to:
+            self.trackers.append(_tensorboard(self.folder, self.resumed_step))
+        if "wandb" in self.report_to:
+            self.trackers.append(_wandb(self.folder, self.config))
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Append one line and hand the values to the trackers."""
+        with open(self.folder / METRICS, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        for tracker in self.trackers:
+            tracker(step, values)
+
+    def rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Everything that was sampled in a step, one JSON object a line, in rollouts/step-<step>.jsonl."""
+        if self.log_completions:
+            text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+            write_atomically(self.folder / "rollouts" / f"step-{step:06d}.jsonl", text)
+
+
+def _tensorboard(folder: Path, resumed_step: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
+
+    def track(step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return track
+
+
+def _wandb(folder: Path, config: Mapping[str, Any]) -> Any:
+    """One Weights & Biases run for all attempts: its id is kept in the run's folder."""
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError("report_to: wandb is not installed; pip install 'hpcgrpo[wandb]'") from None
+    known = folder / "wandb_id"
+    if not known.exists():
+        write_atomically(known, wandb.util.generate_id())
+    wandb.init(
+        id=known.read_text().strip(), resume="allow", name=folder.name, dir=str(folder), config=dict(config)
+    )
+    return lambda step, values: wandb.log(dict(values), step=step)
+
+
+@dataclass
+class ProgressLine:
+    """The training's progress: a live bar on a terminal, a line per step elsewhere."""
+
+    total: int
+    done: int
+    name: str
+    bar: Any = None
+    seconds: list[float] = field(default_factory=list)
+
+    def __enter__(self) -> ProgressLine:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[said]}"))
+            self.bar = Progress(TextColumn(self.name), *columns, console=Console(stderr=True))
+            self.bar.start()
+            self.bar.add_task(self.name, total=self.total, completed=self.done, said="")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show one step: reward, length, samples a second, and the time left from the last steps' median."""
+        self.seconds.append(metrics["step_time"])
+        said = (
+            f"reward {metrics.get('reward', float('nan')):.3f}"
+            f" length {metrics.get('completions/mean_length', 0):.0f}"
+            f" {metrics['perf/completions_per_second']:.1f} samples/s"
+        )
+        if self.bar is not None:
+            self.bar.update(0, completed=step, said=said)
+        else:
+            recent = sorted(self.seconds[-20:])
+            left = recent[len(recent) // 2] * (self.total - step)
+            print(f"{self.name} step {step}/{self.total} {said} left {_duration(left)}", file=sys.stderr, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

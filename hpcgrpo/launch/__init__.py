@@ -1,0 +1,1 @@
+"""Starting a run: on this machine now (`local`), on a cluster by its queue."""

@@ -1,0 +1,253 @@
+"""Attention over packed rows, through transformers' AttentionInterface under the name "packed".
+
+A row is a batch of one without padding. It holds whole sequences, and groups whose common prefix stands once:
+
+    [prefix 0][prefix 1]...[tails of group 0][tails of group 1]...
+
+Each segment attends causally to itself; each tail attends to its group's prefix as well. The two parts are
+merged by their log-sum-exps, so every token sees exactly what it sees in a sequence of its own:
+
+    out = sum_i exp(lse_i - lse) out_i,   lse = log sum_i exp(lse_i)
+
+Their backward kernels give exact gradients of each part when handed the merged `out` and `lse`. Use:
+
+    check_model(model.config); model.set_attn_implementation(ATTENTION)
+    model(input_ids=ids, position_ids=position_ids(layout), use_cache=False, layout=layout)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+ATTENTION = "packed"
+
+_aten = torch.ops.aten
+Span = tuple[int, int]  # [start, end) in the row
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What attends to what in a row."""
+
+    own: tuple[Span, ...]  # segments, each causal over itself
+    cross: tuple[tuple[Span, Span], ...]  # (tails of a group, its prefix): every tail token sees all of it
+    tokens: int  # length of the row
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The lengths of one packed row, in tokens: every group's prefix first, then every group's tails.
+
+    A sequence that shares nothing is a prefix with `()` for tails. Tails may be empty.
+    """
+
+    prefixes: tuple[int, ...]  # [groups]
+    tails: tuple[tuple[int, ...], ...]  # [groups][completions]
+
+    @cached_property
+    def plan(self) -> Plan:
+        own: list[Span] = []
+        cross: list[tuple[Span, Span]] = []
+        start, tail = 0, sum(self.prefixes)
+        for size, tails in zip(self.prefixes, self.tails, strict=True):
+            own.append((start, start + size))
+            cross.append(((tail, tail + sum(tails)), own[-1]))
+            for length in tails:
+                own.append((tail, tail + length))
+                tail += length
+            start += size
+        full = [pair for pair in cross if all(a < b for a, b in pair)]
+        return Plan(tuple((a, b) for a, b in own if a < b), tuple(full), tail)
+
+
+def position_ids(layout: Layout) -> Tensor:
+    """The position of each token in its own sequence, [1, T] int64: a tail goes on where its prefix ends."""
+    sizes = [(0, size) for size in layout.prefixes]
+    sizes += [
+        (prefix, tail) for prefix, tails in zip(layout.prefixes, layout.tails, strict=True) for tail in tails
+    ]
+    parts = [torch.arange(first, first + size) for first, size in sizes]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *parts])[None]
+
+
+def check_model(config: Any) -> None:
+    """Refuse a model whose attention a packed row would change.
+
+    config: a transformers PreTrainedConfig. Raises ValueError naming the features and the way out.
+    """
+    config = config.get_text_config()
+    reasons = [reason for reason, holds in _UNSERVED.items() if holds(config)]
+    others = sorted(_layer_types(config) - {"full_attention"})
+    reasons += [f"layers of the type {kind}" for kind in others]
+    if reasons:
+        raise ValueError(
+            f"model type {config.model_type}: packed rows cannot serve {', '.join(reasons)}. "
+            "They need full causal attention at fixed positions, as in Qwen2, Qwen3 or Llama; "
+            "for this model set attn_implementation to sdpa."
+        )
+
+
+def _layer_types(config: Any) -> set[str]:
+    """Qwen2 and its kind name them layer by layer; Mistral's kind has one window for the whole model."""
+    named = getattr(config, "layer_types", None)
+    windowed = named is None and getattr(config, "sliding_window", None) is not None
+    return set(named or ()) | ({"sliding_attention"} if windowed else set())
+
+
+def _rope_types(config: Any) -> set[str]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, Mapping)] or [rope]
+    return {str(part.get("rope_type")) for part in nested}
+
+
+def _has(config: Any, *names: str) -> bool:
+    return any(getattr(config, name, None) for name in names)
+
+
+# Reason -> does it hold for this config? Rotary types that look at the longest position of the batch would
+# make one sequence depend on its neighbours.
+_UNSERVED: Mapping[str, Callable[[Any], bool]] = {
+    "attention softcaps": lambda c: _has(c, "attn_logit_softcapping"),
+    "attention sinks": lambda c: (
+        c.model_type in {"gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"}
+    ),
+    "dynamic rotary positions": lambda c: any("dynamic" in t or t == "longrope" for t in _rope_types(c)),
+    "position biases": lambda c: _has(c, "alibi"),
+    "attention dropout": lambda c: _has(c, "attention_dropout"),
+    "state-space layers": lambda c: _has(c, "ssm_state_size", "state_size", "mamba_d_state", "mamba_d_ssm"),
+    "heads whose queries and values differ in size": lambda c: _has(c, "kv_lora_rank"),
+    "encoder-decoder models": lambda c: _has(c, "is_encoder_decoder"),
+}
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    layout: Layout | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D], as transformers calls it.
+
+    Raises ValueError without the row's layout, or with anything the kernels would leave out.
+    """
+    known = {"position_ids", "use_cache"}
+    odd = {name for name, x in extra.items() if name not in known and x is not None and x is not False}
+    if layout is None:
+        raise ValueError("packed attention needs the row's layout: call the model with layout=Layout(...).")
+    if attention_mask is not None or dropout or odd or not getattr(module, "is_causal", True):
+        found = sorted(odd) + ["a mask"] * (attention_mask is not None) + ["dropout"] * bool(dropout)
+        raise ValueError(
+            f"packed attention is causal attention alone, got {found or 'a bidirectional module'}."
+        )
+    tokens = layout.plan.tokens
+    if {(x.shape[0], x.shape[2]) for x in (query, key)} != {(1, tokens)}:
+        raise ValueError(
+            f"the row has {tokens} tokens, the query {tuple(query.shape)} and the key {tuple(key.shape)}: "
+            f"pass one row without padding and use_cache=False."
+        )
+    return _PackedAttention.apply(query, key, value, layout.plan, scaling).transpose(1, 2), None
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def _cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    op = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return op(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+
+
+def _cuda_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """For half precision and head sizes that are multiples of 8. Written, not run yet: needs a GPU."""
+    share = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(share, 1) for x in (k, v))
+    return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+
+
+def _cuda_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `_cuda_forward`. Key and value gradients are summed over the query heads that share a head."""
+    heads = k.shape[1]
+    k, v = (x.repeat_interleave(q.shape[1] // heads, 1) for x in (k, v))
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state: there is no dropout
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=scale
+    )
+    return dq, *(x.unflatten(1, (heads, -1)).sum(2) for x in (dk, dv))
+
+
+_KERNELS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "cpu": (_cpu_forward, _cpu_backward),
+    "cuda": (_cuda_forward, _cuda_backward),
+}
+
+
+def _kernels(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    if device.type not in _KERNELS:
+        raise ValueError(
+            f"packed attention has no kernel for {device.type}: use one of {', '.join(_KERNELS)}."
+        )
+    return _KERNELS[device.type]
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float | None) -> Tensor:
+        attend, _ = _kernels(q.device)
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        for a, b in plan.own:
+            out[:, :, a:b], lse[:, :, a:b] = attend(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], True, scale)
+        for (a, b), (c, d) in plan.cross:
+            far_out, far = attend(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], False, scale)
+            near_out, near = out[:, :, a:b].to(lse.dtype), lse[:, :, a:b]
+            both = torch.logaddexp(near, far)
+            out[:, :, a:b] = near_out.lerp(far_out.to(lse.dtype), (far - both).exp_()[..., None])
+            near.copy_(both)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan, ctx.scale = plan, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        _, attend_backward = _kernels(q.device)
+        grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+        def part(query: Span, key: Span, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+            (a, b), (c, d) = query, key
+            mine = (x[:, :, a:b] for x in (grad, q))
+            theirs = (x[:, :, c:d] for x in (k, v))
+            return attend_backward(
+                *mine, *theirs, out[:, :, a:b], lse[:, :, a:b].contiguous(), causal, ctx.scale
+            )
+
+        for a, b in ctx.plan.own:
+            dq[:, :, a:b], dk[:, :, a:b], dv[:, :, a:b] = part((a, b), (a, b), True)
+        for tails, (c, d) in ctx.plan.cross:
+            near, far_key, far_value = part(tails, (c, d), False)
+            dq[:, :, tails[0] : tails[1]] += near
+            dk[:, :, c:d] += far_key
+            dv[:, :, c:d] += far_value
+        return dq, dk, dv, None, None
+
+
+AttentionInterface.register(ATTENTION, packed_attention)

@@ -1,0 +1,181 @@
+"""Checkpoints that are either whole or not there: written under a temporary name, marked COMPLETE, then renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+MARKER = "COMPLETE"
+State = dict[str, Any]
+
+
+@dataclass
+class _Pending:
+    """A save under way: what is being written, and where it will stand."""
+
+    step: int
+    temporary: Path
+    extra: Mapping[str, Any]
+    files: Future[None]
+    shards: Any  # a future of torch.distributed.checkpoint, or None
+
+
+@dataclass
+class Checkpoints:
+    """The `checkpoint-<step>` folders of one run. Methods but `latest` are collective over `group` (gloo)."""
+
+    folder: Path
+    keep: int | None  # how many complete ones stay; None: all
+    group: dist.ProcessGroup
+    pending: _Pending | None = None
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint; half-written ones and those with a missing file are passed over."""
+        return next(iter(self._complete()), None)
+
+    def _complete(self) -> list[Path]:
+        found = [p for p in self.folder.glob("checkpoint-*") if is_complete(p)]
+        return sorted(found, key=step_of, reverse=True)
+
+    def start(
+        self,
+        step: int,
+        *,
+        state: State,
+        extra: Mapping[str, Any],
+        export: Callable[[Path], Callable[[], None]],
+        wait: bool,
+    ) -> None:
+        """Begin to save `state` (sharded tensors), `extra` (JSON) and the export; `wait` ends it here as well.
+
+        Raises OSError on every rank, having removed what was written, when one of them cannot write.
+        """
+        self.finish()
+        temporary = self.folder / f".checkpoint-{step}.tmp"
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        self._together(lambda: dist.get_rank() == 0 and (temporary / "state").mkdir(parents=True))
+        write = export(temporary)
+        writer = dcp.FileSystemWriter(temporary / "state", sync_files=True)
+        shards = None
+        try:
+            if wait:
+                dcp.save(state, storage_writer=writer, process_group=self.group)
+            else:
+                shards = dcp.async_save(state, storage_writer=writer, process_group=self.group)
+            failure = None
+        except Exception as error:  # every rank gets it: a disk that is full, a quota
+            failure = error
+        self.pending = _Pending(step, temporary, extra, self.threads.submit(write), shards)
+        if failure is not None:
+            self._abandon(failure)
+        if wait:
+            self.finish()
+
+    def finish(self) -> Path | None:
+        """Wait for the save under way, put its marker and its name in place, and remove surplus old ones."""
+        if self.pending is None:
+            return None
+        pending = self.pending
+        try:
+            self._together(lambda: self._written(pending))
+        except OSError as error:
+            self._abandon(error)
+        self.pending = None
+        final = self.folder / f"checkpoint-{pending.step}"
+        self._together(lambda: dist.get_rank() == 0 and self._publish(pending, final))
+        return final
+
+    def _written(self, pending: _Pending) -> None:
+        pending.files.result()
+        if pending.shards is not None:
+            pending.shards.result()
+
+    def _publish(self, pending: _Pending, final: Path) -> None:
+        (pending.temporary / "trainer_state.json").write_text(json.dumps(pending.extra, indent=1))
+        sizes = {
+            str(p.relative_to(pending.temporary)): p.stat().st_size
+            for p in sorted(pending.temporary.rglob("*"))
+            if p.is_file()
+        }
+        for name in sizes:
+            _fsync(pending.temporary / name)
+        (pending.temporary / MARKER).write_text(json.dumps(sizes, indent=1))
+        _fsync(pending.temporary / MARKER)
+        if final.exists():
+            shutil.rmtree(final)
+        pending.temporary.rename(final)
+        _fsync(self.folder)
+        for old in self._complete()[self.keep :] if self.keep else []:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _abandon(self, error: BaseException) -> None:
+        assert self.pending is not None
+        temporary, self.pending = self.pending.temporary, None
+        dist.barrier(self.group)
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(f"checkpoint could not be written to {self.folder}: {_cause(error)}") from error
+
+    def _together(self, act: Callable[[], Any]) -> None:
+        """Run `act` on every rank; if it fails on one, every rank raises OSError with that one's message."""
+        failure = None
+        try:
+            act()
+        except Exception as error:
+            failure = _cause(error)
+        failures: list[str | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(failures, failure, group=self.group)
+        first = next((f for f in failures if f), None)
+        if first:
+            raise OSError(first)
+
+
+def load(path: Path, state: State) -> tuple[State, dict[str, Any]]:
+    """Read a checkpoint into `state`'s tensors, resharded as they are, and its `trainer_state.json`."""
+    dcp.load(state, checkpoint_id=path / "state")
+    return state, json.loads((path / "trainer_state.json").read_text())
+
+
+def is_complete(path: Path) -> bool:
+    """Whether the marker is there and every file that it lists has its size."""
+    try:
+        sizes = json.loads((path / MARKER).read_text())
+        return all((path / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
+def step_of(path: Path) -> int:
+    """The step in a `checkpoint-<step>` folder's name, -1 for any other."""
+    number = path.name.rpartition("-")[2]
+    return int(number) if number.isdigit() else -1
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cause(error: BaseException) -> str:
+    """The first operating-system error in a chain, which torch wraps several times, else the error itself."""
+    seen: BaseException | None = error
+    text = str(error)
+    while seen is not None:
+        if isinstance(seen, OSError):
+            return str(seen)
+        seen = seen.__cause__ or seen.__context__
+    return next((line for line in reversed(text.splitlines()) if "Error" in line), text[:300])

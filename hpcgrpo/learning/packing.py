@@ -1,0 +1,75 @@
+"""A micro-batch as one packed row of tensors: every prefix once, then the completions, nothing padded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hpcgrpo.learning.attention import Layout
+from hpcgrpo.types import Batch, MicroBatch, Row
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """T input tokens, of which N positions predict a completion token."""
+
+    input_ids: Tensor  # [1, T] int64
+    position_ids: Tensor  # [1, T] int64, counted from each sequence's own start
+    layout: Layout  # which token may attend to which
+    source: Tensor  # [N] int64, index into T of the position that predicts each completion token
+    targets: Tensor  # [N] int64, the completion tokens
+    batch: Batch | None  # None where this rank runs short: a token is computed and counts nothing
+
+
+def pack_row(micro_batch: MicroBatch, device: torch.device) -> Packed:
+    """Lay out the pieces: all prefixes first, then all completions less their last token, which predicts nothing."""
+    if not micro_batch:
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        return Packed(zero[None], zero[None], Layout((1,), ((),)), zero, zero, None)
+    prefixes = tuple(len(p.prefix) for p in micro_batch)
+    rows = [r for p in micro_batch for r in p.rows]
+    tails = tuple(tuple(len(r.token_ids) - 1 for r in p.rows if len(r.token_ids) > 1) for p in micro_batch)
+    ids, positions, source = [], [], []
+    for piece in micro_batch:
+        ids += piece.prefix
+        positions += range(len(piece.prefix))
+    end = 0
+    for piece in micro_batch:
+        end += len(piece.prefix)
+        for row in piece.rows:
+            source += [end - 1, *range(len(ids), len(ids) + len(row.token_ids) - 1)]
+            positions += range(len(piece.prefix), len(piece.prefix) + len(row.token_ids) - 1)
+            ids += row.token_ids[:-1]
+    return Packed(
+        input_ids=torch.tensor(ids, device=device)[None],
+        position_ids=torch.tensor(positions, device=device)[None],
+        layout=Layout(prefixes, tails),
+        source=torch.tensor(source, device=device),
+        targets=torch.tensor([t for r in rows for t in r.token_ids], device=device),
+        batch=_batch(rows, device),
+    )
+
+
+def _batch(rows: list[Row], device: torch.device) -> Batch:
+    lengths = torch.tensor([len(r.token_ids) for r in rows], device=device)
+
+    def per_token(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device).repeat_interleave(lengths)
+
+    behavior = torch.tensor([x for r in rows for x in r.behavior], dtype=torch.float32, device=device)
+    return Batch(
+        row=torch.arange(len(rows), device=device).repeat_interleave(lengths),
+        lengths=lengths,
+        advantages=per_token([r.advantage for r in rows]),
+        weights=per_token([r.weight for r in rows]),
+        behavior=behavior if len(behavior) == int(lengths.sum()) else None,
+    )
+
+
+def with_streams(packed: Packed, **streams: Tensor | None) -> Packed:
+    """The same row with further log-prob streams ([N] each): old, reference, peer."""
+    if packed.batch is None:
+        return packed
+    return replace(packed, batch=replace(packed.batch, **streams))

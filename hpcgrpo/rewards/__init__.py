@@ -1,0 +1,269 @@
+"""Rewards: a table of names, `build` from a specification, and the weighted score of a completion."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hpcgrpo.rewards.accuracy import accuracy
+from hpcgrpo.rewards.base import Graded, Reward, RewardFunction, Run, text_of
+from hpcgrpo.rewards.format import cppo_format, format_reward
+from hpcgrpo.rewards.gsm8k import cppo_gsm8k
+from hpcgrpo.rewards.judge import judge
+from hpcgrpo.rewards.overlong import overlong
+from hpcgrpo.types import Completion, Prompt, Score, stable_seed
+
+__all__ = ["REWARDS", "Graded", "Reward", "RewardFunction", "Rewards", "Run", "build", "text_of"]
+
+# name -> builder(run, **options); the keyword-only arguments are the options
+REWARDS: dict[str, Callable[..., Reward]] = {
+    "accuracy": accuracy,
+    "format": format_reward,
+    "cppo_gsm8k": cppo_gsm8k,
+    "cppo_format": cppo_format,
+    "overlong": overlong,
+    "judge": judge,
+}
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """The reward functions of a run with their weights. A context manager; `close` ends grading processes."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    parts: tuple[Reward, ...]
+
+    def __enter__(self) -> Rewards:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for reward in self.parts:
+            reward.close()
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+        """One score a completion: the weighted sum of the parts that apply (0 if none does), with the parts.
+
+        Raises ValueError if a row lacks a column that a function needs, or if a function raises or returns
+        anything but one finite number or None a completion.
+        """
+        assert len(prompts) == len(completions)
+        if not completions:
+            return []
+        arguments = _arguments(prompts, completions)
+        graded = [
+            _call(name, reward, prompts, arguments)
+            for name, reward in zip(self.names, self.parts, strict=True)
+        ]
+        return [self._score(row) for row in zip(*graded, strict=True)]
+
+    def _score(self, row: Sequence[tuple[float | None, str | None]]) -> Score:
+        parts = {name: value for name, (value, _) in zip(self.names, row, strict=True)}
+        outcomes = {name: outcome for name, (_, outcome) in zip(self.names, row, strict=True) if outcome}
+        weighted = (w * v for w, v in zip(self.weights, parts.values(), strict=True) if v is not None)
+        return Score(reward=float(sum(weighted)), parts=parts, outcomes=outcomes)
+
+
+def build(
+    spec: Mapping[str, float | Mapping[str, Any]], *, max_completion_length: int, num_processes: int
+) -> Rewards:
+    """Rewards from `{name: weight}` or `{name: {weight: 1.0, **options}}`.
+
+    A name is one of REWARDS, `module:function` or `path/to/file.py:function` (TRL's signature; its options
+    are passed as keyword arguments). Imports the user's module, starts no process. Raises ValueError for
+    what is wrong in the specification.
+    """
+    if not spec:
+        raise ValueError(f"rewards: at least one is needed; known: {', '.join(REWARDS)}, or module:function")
+    run = Run(max_completion_length=max_completion_length, num_processes=num_processes)
+    names, weights, parts = [], [], []
+    for key, entry in spec.items():
+        options = dict(entry) if isinstance(entry, Mapping) else {"weight": entry}
+        weights.append(_weight(key, options.pop("weight", 1.0)))
+        parts.append(_user_reward(key, options) if ":" in key else _own_reward(key, options, run))
+        short = key.rsplit(":", 1)[-1]
+        names.append(key if short in names or (short != key and short in spec) else short)
+    return Rewards(tuple(names), tuple(weights), tuple(parts))
+
+
+def _weight(key: str, weight: Any) -> float:
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise ValueError(f"rewards: the weight of {key} is {weight!r}; it must be a finite number")
+    return float(weight)
+
+
+def _own_reward(name: str, options: dict[str, Any], run: Run) -> Reward:
+    if name not in REWARDS:
+        raise ValueError(
+            f"rewards: no reward is called {name!r}{_nearest(name, REWARDS)}; known: {', '.join(REWARDS)}; "
+            "a function of your own is module:function or path/to/file.py:function"
+        )
+    parameters = inspect.signature(REWARDS[name]).parameters.values()
+    own = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    _check_options(name, options, own)
+    missing = [n for n, p in own.items() if p.default is p.empty and n not in options]
+    if missing:
+        raise ValueError(f"rewards: {name} needs the options {', '.join(missing)}")
+    try:
+        return REWARDS[name](run, **options)
+    except TypeError as error:
+        raise ValueError(f"rewards: the options {options} of {name} do not fit: {error}") from error
+
+
+def _check_options(name: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    for option in options:
+        if option not in known:
+            raise ValueError(
+                f"rewards: {name} has no option {option!r}{_nearest(option, known)}; "
+                f"options: {', '.join(['weight', *known])}"
+            )
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, known, 1, 0.5)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+# ------------------------------------------------------------------------------------------ user functions
+
+
+def _user_reward(key: str, options: dict[str, Any]) -> Reward:
+    place, name = key.rsplit(":", 1)
+    module = _import(key, place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        public = {n: f for n, f in vars(module).items() if callable(f) and not n.startswith("_")}
+        found = "is not callable" if hasattr(module, name) else f"does not exist{_nearest(name, public)}"
+        raise ValueError(f"rewards: {key}: {name!r} {found} in {place}")
+    parameters = _parameters(function)
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        _check_options(key, options, parameters)
+    return Reward(functools.partial(function, **options) if options else function)
+
+
+def _import(key: str, place: str) -> ModuleType:
+    try:
+        if not place.endswith(".py"):
+            return importlib.import_module(place)
+        path = Path(place).expanduser().resolve()
+        if not path.is_file():
+            raise ValueError(f"rewards: {key}: there is no file {path}")
+        return _import_file(path)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever the user's module raises
+        raise ValueError(f"rewards: {key}: {place} could not be imported: {error!r}") from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    name = f"{path.stem}_{stable_seed(str(path)):x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without a signature: give it everything
+        return {"columns": inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)}
+
+
+# ------------------------------------------------------------------------------------------------- scoring
+
+
+def _arguments(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> dict[str, list[Any]]:
+    """TRL's keyword arguments: prompts and completions as text or messages, token ids, the rows' columns."""
+    names = dict.fromkeys(name for p in prompts for name in p.columns)
+    return {
+        **{name: [p.columns.get(name) for p in prompts] for name in names},
+        "prompts": [_prompt(p) for p in prompts],
+        "completions": [
+            [{"role": "assistant", "content": c.text}] if p.conversational else c.text
+            for p, c in zip(prompts, completions, strict=True)
+        ],
+        "completion_ids": [list(c.token_ids) for c in completions],
+    }
+
+
+def _prompt(prompt: Prompt) -> str | list[dict[str, str]]:
+    if prompt.conversational:
+        return [dict(m) for m in prompt.messages]
+    return prompt.messages[-1]["content"] if prompt.messages else prompt.text
+
+
+def _call(
+    name: str, reward: Reward, prompts: Sequence[Prompt], arguments: Mapping[str, list[Any]]
+) -> list[tuple[float | None, str | None]]:
+    for column in reward.columns:
+        for prompt in prompts:
+            if prompt.columns.get(column) is None:
+                raise ValueError(
+                    f"reward {name}: row {prompt.row} of the data has no {column!r} "
+                    f"(it has: {', '.join(prompt.columns) or 'none'}); give it one, or name the right column "
+                    "by the reward's option answer_column"
+                )
+    parameters = _parameters(reward.function)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    accepted = {k: v for k, v in arguments.items() if takes_all or k in parameters}
+    try:
+        values = reward.function(**accepted)
+        if inspect.isawaitable(values):
+            values = _finish(values)
+    except Exception as error:  # whatever a user's function raises
+        raise ValueError(f"reward {name} raised {type(error).__name__}: {error}") from error
+    return _checked(name, values, len(prompts))
+
+
+def _finish(awaitable: Any) -> Any:
+    import asyncio  # here, since it is slow to import and few need it
+
+    async def wait() -> Any:
+        return await awaitable
+
+    return asyncio.run(wait())
+
+
+def _checked(name: str, values: Any, count: int) -> list[tuple[float | None, str | None]]:
+    rule = f"it must return a list of {count} numbers or None, one a completion"
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
+        raise ValueError(f"reward {name} returned {_shown(values)}; {rule}")
+    if len(values) != count:
+        raise ValueError(f"reward {name} returned {len(values)} values for {count} completions; {rule}")
+    checked = []
+    for i, item in enumerate(values):
+        value, outcome = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
+        checked.append((_number(name, i, value, rule), outcome))
+    return checked
+
+
+def _number(name: str, position: int, value: Any, rule: str) -> float | None:
+    if value is None:
+        return None
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"reward {name} returned {_shown(value)} for completion {position}; {rule}")
+    return number
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.100} ({type(value).__name__})"

@@ -1,0 +1,315 @@
+"""A model small enough to learn on a laptop CPU in minutes: its tokenizer, its shape and its warm start.
+
+It knows single characters only. A user's message `1234` is rendered `1234=` and the model goes on from there;
+a refinement prompt restates the question after the draft, `1234#36=0#1234=`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcgrpo.tasks import Row, fill, load_rows
+from hpcgrpo.types import stable_seed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
+VOCABULARY_SIZE = 128  # tokens: the special ones, printable ASCII, the newline, and spare ones
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'user' -%}{{ message['content'] }}"
+    "{%- elif message['role'] == 'assistant' -%}{{ '=' + message['content'] + eos_token }}"
+    "{%- else -%}{{ raise_exception('this tiny model knows no ' + message['role'] + ' messages') }}"
+    "{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '=' }}{%- endif -%}"
+)
+
+
+def build_character_tokenizer() -> Any:
+    """A fast transformers tokenizer with one token per character, a chat template and distinct pad and eos."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = [*SPECIAL_TOKENS, "\n", *map(chr, range(32, 127))]
+    names += [f"<spare{i}>" for i in range(VOCABULARY_SIZE - len(names))]
+    vocabulary = {name: i for i, name in enumerate(names)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_tiny_model(
+    *,
+    hidden: int = 128,
+    layers: int = 2,
+    heads: int = 4,
+    max_length: int = 256,
+    initializer_range: float = 0.06,
+    seed: int = 0,
+) -> Any:
+    """A Qwen2-shaped causal language model over the character vocabulary, float32, randomly initialised.
+
+    Heads of 32 or 64 dimensions, so that vLLM serves it too. With an `initializer_range` of 0.02 it does not
+    learn at this size.
+    """
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    if hidden % heads or hidden // heads not in (32, 64):
+        raise ValueError(f"hidden {hidden} over {heads} heads: a head must have 32 or 64 dimensions")
+    config = Qwen2Config(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        intermediate_size=3 * hidden,
+        max_position_embeddings=max_length,
+        initializer_range=initializer_range,
+        tie_word_embeddings=False,
+        rope_theta=10_000.0,
+        bos_token_id=None,
+        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
+        eos_token_id=SPECIAL_TOKENS.index("<eos>"),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(config)
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """How a warm start ended: shares of held-out questions whose last digit is right, sampled at temperature 1."""
+
+    steps: int
+    cpu_seconds: float
+    single: float  # from the question alone
+    empty: float  # after an empty draft
+    right: float  # after a right draft
+    corrupted: float  # after a wrong one
+
+
+def warm_start(
+    model: Any,
+    tokenizer: Any,
+    rows: Sequence[Row],
+    held_out: Sequence[Row],
+    *,
+    template: str,
+    target_accuracy: float = 0.5,
+    max_steps: int = 600,
+    batch_size: int = 256,
+    learning_rate: float = 2e-3,
+    eval_every: int = 5,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> WarmStart:
+    """Train `model` in place on worked solutions until it is right about `target_accuracy` of the time.
+
+    Half of each batch are questions alone, half questions with a draft laid out by `template`: a quarter of
+    these empty, junk, right, wrong each, so that skill moves between the two forms and no draft is trusted
+    blindly. Rows need a `solution` column. Deterministic by seed on one machine. ValueError if the target is not
+    reached in `max_steps`.
+    """
+    import torch
+
+    _check_solutions(rows)
+    began, rng = time.process_time(), random.Random(stable_seed("warm start", seed))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30))
+    accuracy = 0.0
+    for step in range(1, max_steps + 1):
+        loss = _loss(model, _examples(tokenizer, rng.choices(rows, k=batch_size), template, rng))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % eval_every:
+            continue
+        accuracy = sampled_accuracy(model, tokenizer, held_out, template=None, seed=seed)
+        if progress and step % (10 * eval_every) == 0:
+            progress(f"warm start: step {step}, loss {loss.item():.3f}, sampled accuracy {accuracy:.3f}")
+        if accuracy >= target_accuracy:
+            return _measured(model, tokenizer, held_out, template, seed, step, time.process_time() - began)
+    raise ValueError(
+        f"the warm start reached accuracy {accuracy:.3f} in {max_steps} steps, short of {target_accuracy}; raise"
+        " max_steps or make the task easier"
+    )
+
+
+def _check_solutions(rows: Sequence[Row]) -> None:
+    for row in rows:
+        if not isinstance(row.columns.get("solution"), str):
+            raise ValueError(f"row {row.index} has no worked solution to warm-start from (column 'solution')")
+
+
+Example = tuple[list[int], list[int]]  # (prompt ids, completion ids)
+DRAFTS: dict[str, Callable[[str, random.Random], str]] = {
+    "empty": lambda solution, rng: "",
+    "junk": lambda solution, rng: "".join(rng.choices("0123456789=", k=len(solution))),
+    "right": lambda solution, rng: solution,
+    "corrupted": lambda solution, rng: corrupted(solution, rng),
+}
+
+
+def corrupted(solution: str, rng: random.Random) -> str:
+    """The solution with a slip at one digit that is carried on: every later digit is off by as much."""
+    start = rng.choice([m.start() for m in re.finditer(r"\d", solution)])
+    slip = rng.randint(1, 9)
+    return solution[:start] + re.sub(r"\d", lambda m: str((int(m[0]) + slip) % 10), solution[start:])
+
+
+def _examples(tokenizer: Any, rows: Sequence[Row], template: str, rng: random.Random) -> list[Example]:
+    """The first half of the rows alone, the second half with drafts of each kind in turn."""
+    half, kinds = len(rows) // 2, list(DRAFTS.values())
+    questions = [row.question for row in rows[:half]]
+    for i, row in enumerate(rows[half:]):
+        draft = kinds[i % len(kinds)](row.columns["solution"], rng)
+        questions.append(fill(template, question=row.question, draft=draft))
+    prompts = tokenizer([_render(tokenizer, q) for q in questions], add_special_tokens=False)["input_ids"]
+    solutions = tokenizer([row.columns["solution"] for row in rows], add_special_tokens=False)["input_ids"]
+    return [(p, [*s, tokenizer.eos_token_id]) for p, s in zip(prompts, solutions, strict=True)]
+
+
+def _render(tokenizer: Any, question: str) -> str:
+    message = {"role": "user", "content": question}
+    return str(tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
+
+
+def _loss(model: Any, examples: Sequence[Example]) -> Tensor:
+    """Mean cross-entropy of all completion tokens; examples of one shape share a pass, so nothing is padded."""
+    import torch
+
+    shapes: dict[tuple[int, int], list[Example]] = {}
+    for prompt, completion in examples:
+        shapes.setdefault((len(prompt), len(completion)), []).append((prompt, completion))
+    total = torch.zeros(())
+    for (_, length), same in shapes.items():
+        ids = torch.tensor([prompt + completion for prompt, completion in same])
+        logits = model(input_ids=ids, use_cache=False, logits_to_keep=length + 1).logits[:, :-1]
+        total = total + torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), ids[:, -length:].flatten(), reduction="sum"
+        )
+    return total / sum(len(completion) for _, completion in examples)
+
+
+def sampled_accuracy(
+    model: Any,
+    tokenizer: Any,
+    rows: Sequence[Row],
+    *,
+    template: str | None,
+    draft: str = "empty",
+    seed: int = 0,
+) -> float:
+    """Share of rows whose sampled completion ends in the answer (after its last `=`), at temperature 1.
+
+    With a `template`, each question carries a draft of the kind `draft`.
+    """
+    rng = random.Random(stable_seed("accuracy", seed))
+    questions = [
+        fill(template, question=r.question, draft=DRAFTS[draft](r.columns["solution"], rng))
+        if template
+        else r.question
+        for r in rows
+    ]
+    longest = max(len(r.columns["solution"]) for r in rows) + 1
+    texts = _sample(model, tokenizer, questions, longest, seed)
+    return sum(_is_right(text, row) for text, row in zip(texts, rows, strict=True)) / len(rows)
+
+
+def _is_right(completion: str, row: Row) -> bool:
+    return completion.rpartition("=")[1:] == ("=", row.columns["answer"])
+
+
+def _sample(
+    model: Any, tokenizer: Any, questions: Sequence[str], max_new_tokens: int, seed: int
+) -> list[str]:
+    import torch
+
+    batch = tokenizer(
+        [_render(tokenizer, q) for q in questions],
+        add_special_tokens=False,
+        padding=True,
+        return_tensors="pt",
+        return_token_type_ids=False,
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(stable_seed("sample", seed))
+        ids = model.generate(
+            **batch, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max_new_tokens
+        )
+    return list(tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def _measured(
+    model: Any,
+    tokenizer: Any,
+    held_out: Sequence[Row],
+    template: str,
+    seed: int,
+    steps: int,
+    cpu_seconds: float,
+) -> WarmStart:
+    single = sampled_accuracy(model, tokenizer, held_out, template=None, seed=seed)
+    after = {
+        kind: sampled_accuracy(model, tokenizer, held_out, template=template, draft=kind, seed=seed)
+        for kind in ("empty", "right", "corrupted")
+    }
+    return WarmStart(steps, cpu_seconds, single, **after)
+
+
+def make_warm_start(
+    folder: Path,
+    *,
+    data: Mapping[str, Any],
+    seed: int,
+    template: str,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> WarmStart:
+    """Build, warm-start and save the tiny model as a Hugging Face folder of safetensors with its tokenizer.
+
+    `data` are keywords of `load_rows` for a generated task; the rows come from a seed of their own, and
+    `options` go to `warm_start`. The folder appears whole or not at all.
+    """
+    own = {**data, "seed": stable_seed("warm start rows", seed), "max_samples": 16_384}
+    rows = load_rows(**{**own, "split": "train"})
+    held_out = load_rows(**{**own, "split": "test", "max_samples": 512})
+    tokenizer, model = build_character_tokenizer(), build_tiny_model(seed=seed)
+    result = warm_start(
+        model, tokenizer, rows, held_out, template=template, seed=seed, progress=progress, **options
+    )
+    save(model, tokenizer, folder)
+    if progress:
+        shown = ", ".join(f"{k} {v:.3g}" for k, v in asdict(result).items())
+        progress(f"warm start done: {shown}")
+    return result
+
+
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a model and its tokenizer as a Hugging Face folder, under a temporary name first."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        staged = Path(scratch) / "model"
+        model.save_pretrained(staged)
+        tokenizer.save_pretrained(staged)
+        staged.replace(folder)

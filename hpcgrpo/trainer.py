@@ -1,0 +1,217 @@
+"""The training loop: explore, learn, sync. What it needs of its parts is said by the Protocols here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from hpcgrpo import batching
+from hpcgrpo.algorithms.base import Algorithm, Loss
+from hpcgrpo.metrics import learning_metrics, rollout_metrics
+from hpcgrpo.profiler import Profile
+from hpcgrpo.types import Completion, Group, MicroBatch, Prompt, Request, Rollout, Sampling, Score, stable_seed
+
+
+class Generator(Protocol):
+    """Samples completions from the policy's weights as last pushed."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]: ...
+
+    def update_weights(self, tensors: Iterable[tuple[str, Any]], version: int) -> None: ...
+
+
+class Learner(Protocol):
+    """One policy in training; every method is collective over the learner ranks."""
+
+    def prepare(self, micro_batches: Sequence[MicroBatch], *, old: bool, reference: bool) -> Any: ...
+
+    def update(self, rows: Any, loss: Loss, *, learning_rate: float) -> dict[str, float]: ...
+
+    def full_parameters(self) -> Iterator[tuple[str, Any]]: ...
+
+
+class Prompts(Protocol):
+    """The run's endless order of questions."""
+
+    def take(self, position: int, count: int) -> list[Prompt]: ...
+
+
+class Ranks(Protocol):
+    """The learner ranks, for small things on a group with a time limit of its own."""
+
+    rank: int
+    size: int
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        ...
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Counts and limits of a run that the loop needs, all computed from its configuration."""
+
+    seed: int
+    prompts_per_step: int
+    batches_per_step: int  # optimizer steps a pass over what a step sampled
+    num_iterations: int
+    max_steps: int
+    token_budget: int
+    rows_per_device: int
+    max_completion_length: int
+    max_refine_prompt_length: int  # tokens of a prompt with a draft in it
+    temperature: float
+    shared_prefix: bool
+
+
+@dataclass
+class Progress:
+    """What changes from step to step besides the weights: all that a resume needs."""
+
+    step: int = 0
+    position: int = 0  # of the next prompt
+    updates: int = 0  # optimizer steps taken
+    num_tokens: int = 0  # prompt and completion tokens sampled so far
+    num_completions: int = 0
+    trained_completions: int = 0
+    elapsed_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step as it is written down."""
+
+    step: int
+    metrics: Mapping[str, float]
+    credited: batching.Credited | None  # None: an evaluation alone
+
+
+@dataclass
+class Trainer:
+    """Runs the loop; every rank runs the same program."""
+
+    algorithm: Algorithm
+    generator: Generator
+    learner: Learner
+    prompts: Prompts
+    score: Callable[[Sequence[Prompt], Sequence[Completion]], list[Score]]
+    refine: Callable[..., Prompt]
+    learning_rate: Callable[[int], float]  # of the n-th optimizer step
+    ranks: Ranks
+    setup: Setup
+    progress: Progress
+    profile: Profile
+
+    def steps(self) -> Iterator[StepRecord]:
+        """Train to the last step, giving each one's record once its weights are in the generator."""
+        self.sync()
+        while self.progress.step < self.setup.max_steps:
+            with self.profile.phase("explore"):
+                groups = self.explore()
+            credited = batching.credit(groups, self.algorithm)
+            metrics = self.learn(credited)
+            self.progress.step += 1
+            with self.profile.phase("sync"):
+                self.sync()
+            yield StepRecord(
+                self.progress.step, {**rollout_metrics(credited, self.progress), **metrics}, credited
+            )
+
+    def explore(self) -> list[Group]:
+        """Every rank samples and grades its own prompts; all ranks get all groups, in the prompts' order."""
+        exploration = Exploration(self, self.progress.position)
+        mine = exploration.more()
+        groups = [replace(g, rank=self.ranks.rank) for g in self.algorithm.explore(mine, exploration)]
+        with self.profile.phase("exchange"):
+            everyone = [g for share in self.ranks.gather(groups) for g in share]
+        self.progress.position = exploration.position
+        everyone.sort(key=lambda g: g.prompt.position)
+        return everyone[: self.setup.prompts_per_step]
+
+    def learn(self, credited: batching.Credited) -> dict[str, float]:
+        """Train on the step's groups: `num_iterations` passes over its optimizer steps."""
+        setup, algorithm = self.setup, self.algorithm
+        plans = [self.plan(part) for part in batching.split(credited, setup.batches_per_step)]
+        plans = [p for p in plans if p.totals.rows]  # nothing kept: no gradient, no optimizer step
+        with self.profile.phase("logprobs"):
+            prepared = [
+                self.learner.prepare(
+                    p.micro_batches[self.ranks.rank],
+                    old=len(plans) * setup.num_iterations > 1,
+                    reference="reference" in algorithm.streams,
+                )
+                for p in plans
+            ]
+        done = []
+        with self.profile.phase("update"):
+            for _ in range(setup.num_iterations):
+                for p, rows in zip(plans, prepared, strict=True):
+                    rate = self.learning_rate(self.progress.updates)
+                    sums = self.learner.update(rows, algorithm.loss, learning_rate=rate)
+                    done.append((self.ranks.gather(sums), p.totals.tokens, rate))
+                    self.progress.updates += 1
+        return learning_metrics(done, plans)
+
+    def plan(self, part: batching.Credited) -> batching.Plan:
+        """One optimizer step shared out over the ranks."""
+        return batching.plan(
+            part,
+            self.algorithm,
+            ranks=self.ranks.size,
+            token_budget=self.setup.token_budget,
+            max_completion_length=self.setup.max_completion_length,
+            rows_per_device=self.setup.rows_per_device,
+            shared_prefix=self.setup.shared_prefix,
+        )
+
+    def sync(self) -> None:
+        """Push the policy's weights to the generator."""
+        self.generator.update_weights(self.learner.full_parameters(), self.progress.updates)
+
+    def rollouts(
+        self, prompts: Sequence[Prompt], num: int, stage: str, sampling: Sampling
+    ) -> list[tuple[Rollout, ...]]:
+        """Sample and grade `num` completions of each prompt; seeds follow from (seed, position, stage, sample)."""
+        requests = [
+            Request(p.token_ids, stable_seed(self.setup.seed, p.position, stage, i))
+            for p in prompts
+            for i in range(num)
+        ]
+        with self.profile.phase("generate"):
+            completions = self.generator.generate(requests, sampling)
+        repeated = [p for p in prompts for _ in range(num)]
+        with self.profile.phase("grade"):
+            scores = self.score(repeated, completions)
+        made = [Rollout(*parts) for parts in zip(repeated, completions, scores, strict=True)]
+        return [tuple(made[i : i + num]) for i in range(0, len(made), num)]
+
+
+@dataclass
+class Exploration:
+    """One step's sampling as `explore` sees it (algorithms.base.Rollouts)."""
+
+    trainer: Trainer
+    position: int  # of the next prompt that nobody has taken
+
+    def __call__(self, prompts: Sequence[Prompt], num: int, stage: str = "sample") -> list[tuple[Rollout, ...]]:
+        setup = self.trainer.setup
+        sampling = Sampling(setup.temperature, setup.max_completion_length)
+        return self.trainer.rollouts(prompts, num, stage, sampling)
+
+    def refine(
+        self, prompt: Prompt, draft: Completion, *, template: str, max_length: int | None, keep_reasoning: bool
+    ) -> Prompt:
+        limit = max_length or self.trainer.setup.max_refine_prompt_length
+        return self.trainer.refine(
+            prompt, draft.token_ids, template=template, max_length=limit, keep_reasoning=keep_reasoning
+        )
+
+    def more(self) -> list[Prompt]:
+        """This rank's share of the next prompts: every size-th of them."""
+        taken = self.trainer.prompts.take(self.position, self.trainer.setup.prompts_per_step)
+        self.position += len(taken)
+        return taken[self.trainer.ranks.rank :: self.trainer.ranks.size]
+
+    def total(self, count: int) -> int:
+        return sum(self.trainer.ranks.gather(count))

@@ -1,0 +1,139 @@
+"""Bad input is refused before anything is spent: the key, the value, the rule and the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcgrpo import config
+from hpcgrpo.config import ConfigError
+
+MINIMAL = """
+name: run
+model_name_or_path: model
+algorithm: {name: grpo, num_generations: 4}
+rewards: {accuracy: 1.0}
+data: {path: data.jsonl}
+train: {per_device_train_batch_size: 8}
+"""
+
+
+def load(*overrides: str, text: str = MINIMAL) -> config.RunConfig:
+    return config.load(None, overrides, text=text)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.learing_rate=1", "did you mean learning_rate?"),
+        ("clip_ratio_high=0.3", "algorithm.epsilon_high"),
+        ("temperature=0.7", "generation.temperature"),
+        ("bf16=true", "did you mean train.bf16?"),
+        ("generation.temperature=hot", "given: 'hot'"),
+        ("train.per_device_train_batch_size=6", "nearest that are: 4 and 8"),
+        ("train.lr_scheduler_type=cosin", "did you mean cosine?"),
+        ("algorithm.name=grop", "did you mean grpo?"),
+        ("algorithm.rollout_n=3", "num_generations"),
+        ("rewards.acuracy=1", "accuracy"),
+        ("name=a/b", "name"),
+        ("trust_remote_code=true", "trust_remote_code"),
+        ("generation.top_p=0.9", "whole distribution"),
+        ("data.path=$HPCGRPO_NOT_SET/x", "HPCGRPO_NOT_SET is not set"),
+        ("train.min_lr_rate=0.1", "cosine_with_min_lr"),
+    ],
+)
+def test_a_mistake_is_named_with_the_way_out(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(override)
+    assert said in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_wrappers_refuse_what_makes_no_sense() -> None:
+    for algorithm, said in (
+        ("{name: cppo, pruning_rate: 1.0}", "pruning_rate"),
+        ("{name: igrpo, drafts: 0}", "drafts"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load(text=MINIMAL.replace("{name: grpo, num_generations: 4}", algorithm))
+
+
+def test_duplicate_keys_and_broken_yaml_are_refused() -> None:
+    with pytest.raises(ConfigError, match="duplicate"):
+        load(text=MINIMAL + "name: again\n")
+    with pytest.raises(ConfigError):
+        load(text="a: [1,\nb: 2")
+    with pytest.raises(ConfigError, match="no mapping"):
+        load(text="- 1\n")
+
+
+def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(MINIMAL)
+    with pytest.raises(ConfigError, match=r"did you mean .*run\.yaml"):
+        config.load(tmp_path / "runs.yaml")
+
+
+def test_numbers_in_scientific_notation_are_numbers() -> None:
+    assert load("train.learning_rate=1e-6").train.learning_rate == 1e-6
+
+
+def test_the_resolved_yaml_loads_to_the_same_run() -> None:
+    run = load("train.max_steps=7", "algorithm.beta=1e-3")
+    assert config.load(None, text=config.to_yaml(run)) == run
+
+
+def test_environment_variables_stand_in_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCGRPO_DATA", "/data")
+    assert load("data.path=$HPCGRPO_DATA/x.jsonl").data.path == "/data/x.jsonl"
+
+
+def counts(*overrides: str, rows: int | None = 7500, text: str = MINIMAL) -> config.Arithmetic:
+    run = load(*overrides, text=text)
+    return config.arithmetic(run, run.build_algorithm(), rows)
+
+
+PAPER = MINIMAL.replace("{per_device_train_batch_size: 8}", "{per_device_train_batch_size: 16, gradient_accumulation_steps: 8}")
+
+
+def test_the_papers_batches_iGRPO_table_S2() -> None:
+    """16 x 8 x 8 GPUs = 1024 completions a step: 256 prompts at G = 4, 128 at G = 8; 29 and 58 steps of MATH."""
+    cluster = ("cluster.nodes=2", "cluster.vllm_nodes=1", "cluster.gpus_per_node=8")
+    igrpo = PAPER.replace("{name: grpo, num_generations: 4}", "{name: igrpo, drafts: 4, base: {name: grpo, num_generations: 4}}")
+    found = counts(*cluster, text=igrpo)
+    assert (found.ranks, found.train_batch_size, found.prompts_per_step) == (8, 1024, 256)
+    assert (found.completions_per_step, found.max_steps) == (256 * 8, 29)
+    grpo = counts(*cluster, "algorithm.num_generations=8", text=PAPER)
+    assert (grpo.prompts_per_step, grpo.completions_per_step, grpo.max_steps) == (128, 1024, 58)
+
+
+@pytest.mark.parametrize(("rate", "kept"), [(0.0, 16), (0.5, 8), (0.75, 4), (0.875, 2), (0.9375, 1)])
+def test_cppo_allocation_keeps_the_trained_completions_constant(rate: float, kept: int) -> None:
+    """ALGORITHMS 4.2: questions per step B G / k, rollouts per epoch unchanged."""
+    text = MINIMAL.replace(
+        "{name: grpo, num_generations: 4}",
+        f"{{name: cppo, pruning_rate: {rate}, base: {{name: grpo, num_generations: 16}}}}",
+    )
+    found = counts("train.per_device_train_batch_size=32", text=text, rows=6400)
+    assert found.train_batch_size == 32
+    assert found.prompts_per_step == 32 // kept
+    assert found.completions_per_step == 16 * 32 // kept
+    assert found.max_steps * found.completions_per_step == 6400 * 16
+
+
+def test_a_global_batch_is_independent_of_the_ranks() -> None:
+    for ranks in (1, 2, 4):
+        text = MINIMAL.replace("{per_device_train_batch_size: 8}", "{train_batch_size: 16}")
+        found = counts(f"cluster.nproc_per_node={ranks}", text=text)
+        assert (found.prompts_per_step, found.rows_per_device) == (4, 16 // ranks)
+
+
+def test_minibatches_and_iterations_multiply_the_optimizer_steps() -> None:
+    found = counts("train.generation_batch_size=32", "train.num_iterations=2")
+    assert (found.prompts_per_step, found.updates_per_step) == (8, 8)
+    assert counts("train.steps_per_generation=4").generation_batch_size == 32
+
+
+def test_too_little_data_is_refused_with_the_largest_batch_that_fits() -> None:
+    with pytest.raises(ValueError, match="1 questions, but one step takes 2"):
+        counts(rows=1)

@@ -11,7 +11,6 @@ PYTHON ?= python3
 VENV ?= .venv
 USE_UV ?= 0
 ARGS ?=
-TRL_VENV := .venv-trl
 CACHE := $(CURDIR)/.cache
 
 # What libraries would else keep in the home folder. A value that is already set is kept.
@@ -31,9 +30,11 @@ endif
 ifeq ($(USE_UV),1)
 make_venv = uv venv --quiet --seed --allow-existing --python "$(PYTHON)" $(1)
 install = uv pip install --quiet --compile-bytecode --python $(1)/bin/python
+venv_needs = USE_UV=1 needs uv on the PATH (pip install uv)
 else
 make_venv = "$(PYTHON)" -m venv $(1)
-install = $(1)/bin/python -m pip install --quiet
+install = PYTHONWARNINGS=ignore $(1)/bin/python -m pip install --quiet
+venv_needs = Debian and Ubuntu keep that in a package of its own (apt install python3-venv)
 endif
 
 .PHONY: help quickstart test check lint fast bench clean
@@ -44,13 +45,13 @@ help:  ## this list
 	@echo "settings"
 	@printf '  %s\n' "PYTHON=$(PYTHON)  the Python (3.11 or newer) to make the environment from" \
 	  "VENV=$(VENV)  where the environment lies" "USE_UV=1  install with uv instead of pip" \
-	  "ARGS='...'  further arguments for hpcgrpo quickstart or pytest"
+	  "ARGS='...'  further arguments for hpcgrpo quickstart, pytest or the benchmark"
 
 quickstart: $(VENV)/.installed  ## install, then train a small model on the CPU and show what it learnt
 	$(VENV)/bin/hpcgrpo quickstart $(ARGS)
 
 test: $(VENV)/.installed-dev  ## every test
-	$(VENV)/bin/python -m pytest --basetemp=$(CACHE)/pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --basetemp="$(CACHE)/pytest" $(ARGS)
 
 check: lint fast  ## what a commit must pass: lint, format, types, layers, the fast tests
 
@@ -61,10 +62,10 @@ lint: $(VENV)/.installed-dev  ## the checks that run nothing: lint, format, type
 	$(VENV)/bin/lint-imports
 
 fast: $(VENV)/.installed-dev  ## the tests that are not marked slow
-	$(VENV)/bin/python -m pytest --basetemp=$(CACHE)/pytest-fast -m "not slow" $(ARGS)
+	$(VENV)/bin/python -m pytest --basetemp="$(CACHE)/pytest-fast" -m "not slow" $(ARGS)
 
-bench: $(TRL_VENV)/.installed  ## samples/s, CPU-seconds and memory beside TRL, in an environment of its own
-	$(TRL_VENV)/bin/python benchmarks/vs_trl.py $(ARGS)
+bench: $(VENV)/.installed  ## one training step beside TRL's GRPOTrainer (its own environment: .venv-trl)
+	$(VENV)/bin/python benchmarks/vs_trl.py $(ARGS)
 
 clean:  ## remove environments, caches and builds; runs (logs/) and models stay
 	rm -rf .venv .venv-* .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build dist *.egg-info
@@ -72,22 +73,17 @@ clean:  ## remove environments, caches and builds; runs (logs/) and models stay
 
 # Stamps, so that nothing is installed twice. The development install holds everything the plain one does.
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
-	@echo "installing hpcgrpo into $(VENV)"
+	@echo "installing hpcgrpo into $(VENV): minutes, and 1.3 GB with the CPU build of torch"
 	$(call install,$(VENV)) -e .
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
-	@echo "installing hpcgrpo and its development tools into $(VENV)"
+	@echo "installing hpcgrpo and its development tools into $(VENV): minutes, and 1.3 GB with the CPU build of torch"
 	$(call install,$(VENV)) -e '.[dev]'
 	@touch $(VENV)/.installed $@
 
-$(TRL_VENV)/.installed: pyproject.toml | $(TRL_VENV)/bin/python
-	$(call install,$(TRL_VENV)) -e . 'trl==1.16.*'
-	@touch $@
-
 %/bin/python:
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo "hpcgrpo needs Python 3.11 or newer; '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1 || true)." >&2; \
+	  echo "hpcgrpo needs Python 3.11 or newer; '$(PYTHON)' is: $$("$(PYTHON)" --version 2>&1 || true)" >&2; \
 	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
-	@$(call make_venv,$*) || { rm -f $@; \
-	  echo "No virtual environment could be made (on Debian and Ubuntu: apt install python3-venv)." >&2; exit 2; }
+	@$(call make_venv,$*) || { rm -f $@; echo "No virtual environment could be made: $(venv_needs)." >&2; exit 2; }

@@ -18,7 +18,7 @@ PHASES = {"_generate": "generate", "_calculate_rewards": "score", "_compute_loss
 
 
 def settings(case: dict[str, Any]) -> dict[str, Any]:
-    """TRL's best settings for a CPU: no checkpointing, one micro-batch, no reference, no logging, no saving."""
+    """TRL's best settings for a CPU: no checkpointing, one pass, no reference, no logging, no saving."""
     return {
         "use_cpu": True,
         "bf16": False,
@@ -78,7 +78,7 @@ def main() -> None:
     torch.set_num_threads(case["threads"])
     folder = Path(case["folder"])
     options = settings(case)
-    versions = {name: version(name) for name in ("trl", "torch", "transformers", "tokenizers", "accelerate")}
+    versions = {name: version(name) for name in ("trl", "torch", "transformers", "tokenizers")}
     clock = StepClock({"versions": versions, "settings": options})
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]

@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/logprobs.py [--tokens 8192] [--vocabulary 152064] [--hidden 128] [--json]
 
-Each measurement is one forward and backward pass in a process of its own; variants take turns. How to read the
-output: benchmarks/README.md.
+Each measurement is one forward and backward pass in a process of its own; variants take turns. How to read
+the output: benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--timed-tokens", type=int, default=2048, help="halved where plain does not fit")
     parser.add_argument("--vocabulary", type=int, default=152_064)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -78,16 +79,18 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Memory of the chunked variants at full size; times at the largest size whose plain logits fit here."""
+    """Memory of what the learner calls at full size; times at fewer tokens, whose plain logits fit here."""
     fits = tokens_that_fit(options)
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     for _ in range(options.repeats):
         for name in VARIANTS:
             runs[name].append(in_subprocess(name, options, fits))
-    full = {name: in_subprocess(name, options, options.tokens) for name in VARIANTS if name != "plain"}
+    full = {"chunked+entropy": in_subprocess("chunked+entropy", options, options.tokens)}
     sides = {name: {key: statistics.median(r[key] for r in rs) for key in rs[0]} for name, rs in runs.items()}
     return {
-        "sizes": {key: getattr(options, key) for key in ("tokens", "vocabulary", "hidden", "dtype", "threads")},
+        "sizes": {
+            key: getattr(options, key) for key in ("tokens", "vocabulary", "hidden", "dtype", "threads")
+        },
         "timed_tokens": fits,
         "timed": sides,
         "ratios_to_plain": {name: ratios(runs["plain"], runs[name]) for name in VARIANTS if name != "plain"},
@@ -99,14 +102,16 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 def ratios(base: list[dict[str, float]], other: list[dict[str, float]]) -> dict[str, float]:
     """Median over the turns of other / base, for each quantity (below 1: less than plain)."""
-    return {key: statistics.median(o[key] / b[key] for b, o in zip(base, other, strict=True)) for key in base[0]}
+    return {
+        key: statistics.median(o[key] / b[key] for b, o in zip(base, other, strict=True)) for key in base[0]
+    }
 
 
 def tokens_that_fit(options: argparse.Namespace) -> int:
-    """Tokens, halved until the plain computation leaves a quarter of the free memory alone."""
+    """The tokens to time, halved until the plain computation leaves a quarter of the free memory alone."""
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free_bytes = int(meminfo["MemAvailable"].split()[0]) * 1024
-    tokens: int = options.tokens
+    tokens: int = min(options.timed_tokens, options.tokens)
     while tokens > 64 and PLAIN_COPIES * 4 * tokens * options.vocabulary > 0.75 * free_bytes:
         tokens //= 2
     return tokens
@@ -147,7 +152,9 @@ def inputs(options: argparse.Namespace, *, tokens: int) -> tuple[Tensor, Tensor,
     source = torch.Generator().manual_seed(0)
     dtype = getattr(torch, options.dtype)
     hidden = torch.randn(tokens, options.hidden, generator=source).to(dtype).requires_grad_()
-    weight = (torch.randn(options.vocabulary, options.hidden, generator=source) * 0.1).to(dtype).requires_grad_()
+    weight = (
+        (torch.randn(options.vocabulary, options.hidden, generator=source) * 0.1).to(dtype).requires_grad_()
+    )
     return hidden, weight, torch.randint(options.vocabulary, (tokens,), generator=source)
 
 
@@ -164,7 +171,7 @@ def forward_backward(run: Logprobs, given: tuple[Tensor, Tensor, Tensor]) -> tup
 
 
 def difference(options: argparse.Namespace) -> dict[str, float]:
-    """Largest difference of values and gradients from the plain computation, relative to its largest entry."""
+    """Largest difference of values and gradients from the plain ones, relative to their largest entry."""
     want, got = (forward_backward(run, inputs(options, tokens=options.tokens)) for run in (plain, chunked))
     names = ("logprobs", "hidden_gradient", "weight_gradient")
     apart = {n: float((g - w).abs().max() / w.abs().max()) for n, w, g in zip(names, want, got, strict=True)}

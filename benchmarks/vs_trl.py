@@ -85,7 +85,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=8, help="turns each side gets (default 8)")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps a turn (default 3)")
     parser.add_argument("--prompt-tokens", type=int, help="tokens of a prompt (default 6)")
-    parser.add_argument("--rows-per-micro-batch", type=int, help="completions a pass (default 32: all at once)")
+    parser.add_argument(
+        "--rows-per-micro-batch", type=int, help="completions a pass (default 32: all at once)"
+    )
     parser.add_argument("--threads", type=int, help="OMP_NUM_THREADS of either side (default 2)")
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL, instead of --trl-env")
     parser.add_argument("--trl-env", type=Path, default=REPOSITORY / ".venv-trl", help="made if absent")
@@ -100,7 +102,7 @@ def overrides(options: argparse.Namespace) -> dict[str, int]:
 
 
 def trl_environment(folder: Path) -> Path:
-    """The interpreter of an environment with TRL and this environment's torch and transformers; made if absent."""
+    """The interpreter of an environment with TRL and our torch and transformers; made if absent."""
     python = folder / "bin" / "python"
     found = subprocess.run([python, "-c", "import trl"], capture_output=True) if python.exists() else None
     if found is not None and found.returncode == 0:
@@ -108,7 +110,16 @@ def trl_environment(folder: Path) -> Path:
     same = [f"{name}=={version(name).split('+')[0]}" for name in ("torch", "transformers", "accelerate")]
     print(f"making {folder} with trl=={TRL_VERSION} {' '.join(same)} (1.3 GB, about 2 min)", file=sys.stderr)
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    install = [python, "-m", "pip", "install", "--quiet", f"trl=={TRL_VERSION}", "datasets", *same]
+    install: list[str | Path] = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        f"trl=={TRL_VERSION}",
+        "datasets",
+        *same,
+    ]
     subprocess.run(install, check=True, stdout=sys.stderr)
     return python
 
@@ -142,7 +153,11 @@ def side(name: str, case: Case, python: Mapping[str, Path], folder: str) -> Iter
         "TRL_EXPERIMENTAL_SILENCE": "1",
     }
     log = Path(folder) / f"{name}.log"
-    command = [python[name], HERE / SCRIPTS[name], json.dumps(asdict(case) | {"folder": folder})]
+    command: list[str | Path] = [
+        python[name],
+        HERE / SCRIPTS[name],
+        json.dumps(asdict(case) | {"folder": folder}),
+    ]
     with log.open("w") as errors:
         process = subprocess.Popen(
             command,
@@ -253,7 +268,7 @@ def ratio(turns: Sequence[Any], cost: Callable[[Any], float]) -> dict[str, float
 
 
 def lengths_agree(sides: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Mean lengths within 5 %, or within three standard errors where there are too few completions to tell."""
+    """Mean lengths within 5 %, or three standard errors where that many completions cannot tell."""
     ours, theirs = (sides[name] for name in SIDES)
     apart = abs(ours["mean_length"] - theirs["mean_length"])
     error = (ours["mean_length_error"] ** 2 + theirs["mean_length_error"] ** 2) ** 0.5

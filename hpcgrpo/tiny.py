@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
 
 
 def build_character_tokenizer() -> Any:
-    """A fast transformers tokenizer with one token per character, a chat template and distinct pad and eos."""
+    """A fast transformers tokenizer of one token a character, with a chat template and distinct pad and eos."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -96,7 +96,7 @@ def build_tiny_model(
 
 @dataclass(frozen=True)
 class WarmStart:
-    """How a warm start ended: shares of held-out questions whose last digit is right, sampled at temperature 1."""
+    """How a warm start ended: shares of held-out questions answered right, sampled at temperature 1."""
 
     steps: int
     cpu_seconds: float
@@ -125,8 +125,8 @@ def warm_start(
 
     Half of each batch are questions alone, half questions with a draft laid out by `template`: a quarter of
     these empty, junk, right, wrong each, so that skill moves between the two forms and no draft is trusted
-    blindly. Rows need a `solution` column. Deterministic by seed on one machine. ValueError if the target is not
-    reached in `max_steps`.
+    blindly. Rows need a `solution` column. Deterministic by seed on one machine. ValueError if the target is
+    not reached in `max_steps`.
     """
     import torch
 
@@ -150,8 +150,8 @@ def warm_start(
         if accuracy >= target_accuracy:
             return _measured(model, tokenizer, held_out, template, seed, step, time.process_time() - began)
     raise ValueError(
-        f"the warm start reached accuracy {accuracy:.3f} in {max_steps} steps, short of {target_accuracy}; raise"
-        " max_steps or make the task easier"
+        f"the warm start reached accuracy {accuracy:.3f} in {max_steps} steps, short of {target_accuracy};"
+        " raise max_steps or make the task easier"
     )
 
 
@@ -195,7 +195,7 @@ def _render(tokenizer: Any, question: str) -> str:
 
 
 def _loss(model: Any, examples: Sequence[Example]) -> Tensor:
-    """Mean cross-entropy of all completion tokens; examples of one shape share a pass, so nothing is padded."""
+    """Mean cross-entropy of all completion tokens; examples of one shape share a pass, unpadded."""
     import torch
 
     shapes: dict[tuple[int, int], list[Example]] = {}

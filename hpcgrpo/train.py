@@ -201,12 +201,10 @@ def build_generator(
     ends = model.generation_config.eos_token_id if model.generation_config else None
     ends = ends if ends is not None else tokenizer.eos_token_id
     ends = [ends] if isinstance(ends, int) else list(ends or ())
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     return TransformersGenerator(
         model,
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         eos_token_ids=ends,
-        pad_token_id=pad,
         max_batch_tokens=config.generation.max_batch_tokens,
     )
 

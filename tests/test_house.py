@@ -10,7 +10,6 @@ import sys
 import sysconfig
 import tomllib
 import zipfile
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree, ignore_patterns
@@ -271,10 +270,9 @@ def test_public_functions_and_classes_say_what_they_do() -> None:
 
 
 def test_every_package_is_listed_to_be_built() -> None:
-    folders = {
-        str(p.parent.relative_to(ROOT)).replace("/", ".") for p in (ROOT / "hpcgrpo").rglob("__init__.py")
-    }
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == folders
+    folders = {ROOT / "hpcgrpo" / "data", *(path.parent for path in (ROOT / "hpcgrpo").rglob("*.py"))}
+    names = {str(folder.relative_to(ROOT)).replace("/", ".") for folder in folders}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == names
 
 
 def test_the_quickstart_configuration_is_the_packaged_one() -> None:
@@ -291,8 +289,5 @@ def test_a_wheel_holds_the_whole_package(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True, timeout=120)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     built = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("hpcgrpo/")}
-    kept = defaultdict(set)
-    for path in (ROOT / "hpcgrpo").rglob("*"):
-        if path.is_file() and path.suffix != ".pyc":
-            kept[path.suffix].add(str(path.relative_to(ROOT)))
-    assert built == set().union(*kept.values())
+    kept = [path for path in (ROOT / "hpcgrpo").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    assert built == {str(path.relative_to(ROOT)) for path in kept}

@@ -223,6 +223,13 @@ def test_only_the_new_log_probs_get_a_gradient() -> None:
     assert not any(m.requires_grad for m in metrics.values())
 
 
+@pytest.mark.parametrize("name", BASES)
+def test_tokens_without_advantage_are_not_counted_as_clipped(name: str) -> None:
+    batch = make_batch([1, 1], [0.0, 0.0], [1.0, 1.0], old=logs([0.1, 0.9]))
+    _, metrics = build({"name": name}).loss(logs([0.9, 0.1]), batch)
+    assert metrics["clip_ratio/region_mean"] == 0
+
+
 def test_metrics_are_there_when_their_stream_is() -> None:
     clip = {f"clip_ratio/{n}_mean" for n in ("low", "high", "region")}
     assert set(worked({"name": "grpo"})[2]) == clip
@@ -280,6 +287,11 @@ def test_what_the_weights_of_a_constant_loss_add_up_to(agg: str) -> None:
     total = sum(n * w for n, w in zip(lengths, weights, strict=True))
     expected = {"const_len": 14 / (5 * L_MAX), "seq_mean_token_sum": 14 / 5}.get(agg, 1.0)
     assert total == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_completion_without_tokens_has_no_infinite_weight() -> None:
+    for name, weigh in LOSS_AGG.items():
+        assert all(map(math.isfinite, weigh((0, 0), totals((0, 0))))), name
 
 
 # ---- finite differences

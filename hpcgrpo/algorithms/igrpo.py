@@ -35,7 +35,7 @@ def igrpo(
         drafts: drafts of each prompt (N); they are graded, but never trained on
         draft_choice: which draft enters the prompt; empty: none, though N are drawn (equal budget)
         tie_break: which of equally graded drafts, for best and worst
-        refine_template: the second user turn; {question} and {draft} are filled in, each once
+        refine_template: the second user turn; {question} and {draft} are filled in
         max_refine_prompt_length: tokens of the second prompt, cut in the draft; null: the trainer's default
         keep_reasoning: whether the draft keeps its <think> part
 
@@ -159,6 +159,6 @@ TIE_BREAKS: dict[str, Callable[[Sequence[Rollout]], Rollout]] = {
 
 
 def _check_template(template: str) -> None:
-    once = all(template.count(part) == 1 for part in ("{question}", "{draft}"))
-    rule = "it must contain {question} and {draft}, each once; all other text is taken as it is"
-    require(once, "refine_template", template, rule)
+    both = all(part in template for part in ("{question}", "{draft}"))
+    rule = "it must contain {question} and {draft}; all other text is taken as it is"
+    require(both, "refine_template", template, rule)

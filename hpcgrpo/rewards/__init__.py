@@ -221,7 +221,8 @@ def _call(
                 )
     parameters = _parameters(reward.function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    accepted = {k: v for k, v in arguments.items() if takes_all or k in parameters}
+    fixed = getattr(reward.function, "keywords", {})  # options beat columns of the same name
+    accepted = {k: v for k, v in arguments.items() if (takes_all or k in parameters) and k not in fixed}
     try:
         values = reward.function(**accepted)
         if inspect.isawaitable(values):

@@ -83,6 +83,7 @@ _SYMBOLS = {
     "，": ",",
 }
 _LATEX = [  # in this order
+    (re.compile(r"\s+"), " "),
     (re.compile(r"\\!\s*"), ""),
     (re.compile(r"\{\s*,\s*\}"), ","),
     (re.compile(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))"), ""),
@@ -119,10 +120,11 @@ _PMOD = re.compile(r"\s*\\pmod\s*\{[^{}]*\}\s*$")
 _SHORT_UNITS = (
     "cm|mm|km|dm|m|kg|mg|g|ft|in|yd|mi|lbs?|oz|hrs?|min|sec|s|ms|mph|kmh|kph|sq|cu|ml|L|W|J|N|V|Hz|day|men"
 )
-_UNIT_WORD = rf"(?:(?:{_SHORT_UNITS})(?![A-Za-z])|(?!percent|infty|sqrt|frac)[A-Za-z]{{4,}})"
+_UNIT_WORD = rf"(?:(?:{_SHORT_UNITS})(?![A-Za-z])|(?!percent|infty|sqrt|frac)[A-Za-z]{{4,}}(?![A-Za-z]))"
 _UNIT = re.compile(
     rf"^(?P<value>.*[\d}})%])\s*"
-    rf"(?P<unit>{_UNIT_WORD}(?:\s*[/^. -]?\s*\{{?(?:{_UNIT_WORD}|per|of|-?\d)\}}?)*)\s*$"
+    rf"(?P<unit>{_UNIT_WORD}"
+    rf"(?:\s*[/^. -]?\s*\{{?(?:{_UNIT_WORD}|per|of|-?\d)\}}?|/[A-Za-z](?![A-Za-z]))*)\s*$"
 )
 
 
@@ -155,7 +157,19 @@ def tidy(text: str) -> str:
     text = re.sub(r"[.,;:]+$", "", text).strip()
     if re.fullmatch(r"\(\s*[A-Za-z]\s*\)", text):  # (B) is the choice B
         text = text[1:-1].strip()
+    while text.startswith("{") and text.endswith("}") and embraced(text[1:-1]):
+        text = text[1:-1].strip()
     return text
+
+
+def embraced(inner: str) -> bool:
+    """Whether no bracket of the text closes one from before it."""
+    depth = 0
+    for char in inner:
+        depth += (char in "([{") - (char in ")]}")
+        if depth < 0:
+            return False
+    return True
 
 
 def without_unit(text: str) -> str:

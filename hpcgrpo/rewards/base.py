@@ -9,7 +9,7 @@ from typing import Any
 # f(prompts, completions, completion_ids=..., **columns) -> one value a completion; None = not applicable.
 # A value may come with its outcome, as a pair: (1.0, "right").
 RewardFunction = Callable[..., Any]
-Graded = tuple[float | None, str]
+Graded = tuple[float | None, str | None]
 
 
 @dataclass(frozen=True)

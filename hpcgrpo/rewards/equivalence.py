@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -21,7 +22,7 @@ from math_verify.grader import should_treat_as_complex
 from sympy.concrete.expr_with_limits import ExprWithLimits
 from sympy.core.function import AppliedUndef
 
-from hpcgrpo.rewards.answers import decimal_value, pmod_free, rounds_to, settle, tidy, without_unit
+from hpcgrpo.rewards.answers import decimal_value, embraced, pmod_free, rounds_to, settle, tidy, without_unit
 
 MAX_LOG10 = 1e5  # larger numbers are not computed, only compared as text
 MAX_DEPTH = 25  # of brackets; the parser's time grows steeply with it
@@ -118,12 +119,7 @@ def _bracketed(text: str) -> tuple[str, str, list[str]] | None:
     if opening not in ("(", "[", r"\{", "{") or closing not in (")", "]", r"\}", "}") or len(text) < 3:
         return None
     inner = text[len(opening) : -len(closing)]
-    depth = 0
-    for char in inner:
-        depth += (char in _OPENING) - (char in _CLOSING)
-        if depth < 0:
-            return None
-    return opening, closing, _split(inner, ",;")
+    return (opening, closing, _split(inner, ",;")) if embraced(inner) else None
 
 
 def _members(text: str) -> list[str]:
@@ -365,7 +361,7 @@ def _points(trees: Sequence[Any]) -> list[dict[Any, Any]]:
     draw = random.Random("/".join(map(str, names)))
     points = []
     for i in range(POINTS):
-        signs = [1 if i < POINTS - 2 else draw.choice((-1, 1)) for _ in names]
+        signs = [1 if i < POINTS - 2 else -1 if i == POINTS - 1 else (-1) ** n for n in range(len(names))]
         points.append(
             {n: sympy.Float(s * draw.uniform(0.2, 2.3), DIGITS) for n, s in zip(names, signs, strict=True)}
         )
@@ -377,6 +373,7 @@ def _value(tree: Any, point: dict[Any, Any]) -> Any:
     return value if value.is_number and value.is_finite and not value.free_symbols else None
 
 
+@lru_cache(maxsize=256)  # a group's answers share the reference
 def _tree(text: str) -> Any:
     """The unevaluated expression, decimals as rationals, `i` as the imaginary unit; None if unreadable."""
     if _too_hard_to_read(text):

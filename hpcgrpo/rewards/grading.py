@@ -39,6 +39,7 @@ from hpcgrpo.rewards.answers import MAX_LENGTH, settle, tidy
 Outcome = Literal["right", "wrong", "unparsed", "timeout", "error"]
 WALL_LIMIT_FACTOR = 10  # CPU time is the limit; wall time only catches a process that sleeps
 ANSWERS_PER_PROCESS = 500  # then it is replaced, since the parser's caches grow
+MAX_RESTARTS = 2  # of the template in one call
 START_SECONDS = 300.0  # to load the parser from a cold network file system
 
 # ------------------------------------------------------------------------------------- in this process
@@ -53,6 +54,10 @@ class _Process:
     pair: int | None = None
     since_seconds: float = 0.0
     answers: int = 0
+
+
+class _TemplateDied(Exception):
+    """The process that forks graders is gone, and with it all of them; their pairs are not to blame."""
 
 
 class Grader:
@@ -108,13 +113,24 @@ class Grader:
     def _judge(self, pairs: list[tuple[str, str]]) -> dict[tuple[str, str], Outcome]:
         outcomes: dict[tuple[str, str], Outcome] = {}
         waiting = deque(range(len(pairs)))
+        restarts = 0
         try:
             while len(outcomes) < len(pairs):
-                self._hand_out(waiting, pairs)
-                for process in self._ready():
-                    assert process.pair is not None
-                    pair = pairs[process.pair]
-                    outcomes[pair] = self._collect(process)
+                try:
+                    self._hand_out(waiting, pairs)
+                    for process in self._ready():
+                        assert process.pair is not None
+                        pair = pairs[process.pair]
+                        outcomes[pair] = self._collect(process)
+                except _TemplateDied:
+                    restarts += 1
+                    if restarts > MAX_RESTARTS:
+                        raise RuntimeError(
+                            "grading processes can't be forked or are killed from outside; "
+                            "is the limit of processes or memory of this node or job reached?"
+                        ) from None
+                    waiting.extendleft(p.pair for p in self._processes if p.pair is not None)
+                    self._stop()
         except BaseException:
             self._stop()  # what is in flight would answer the next call
             raise
@@ -156,6 +172,8 @@ class Grader:
                 if answer == "error" or process.answers >= ANSWERS_PER_PROCESS:
                     self._retire(process)
                 return answer  # type: ignore[return-value]
+        if self._template is None or self._template.poll() is not None:
+            raise _TemplateDied
         self._retire(process)
         return "timeout" if time.monotonic() - process.since_seconds >= self.time_limit_seconds else "error"
 
@@ -164,23 +182,21 @@ class Grader:
         self._processes.remove(process)
 
     def _fork(self) -> _Process:
-        """A new grading process; starts the template if there is none, or again if something killed it."""
-        for _ in range(2):
-            if self._control is None:
-                self._start()
-            assert self._control is not None
-            ours, theirs = socket.socketpair()
-            with contextlib.suppress(OSError, ValueError):
+        """A new grading process; starts the template if there is none."""
+        if self._control is None:
+            self._start()
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
                 socket.send_fds(self._control, [b"F"], [theirs.fileno()])
-                theirs.close()
-                ours.settimeout(START_SECONDS)
-                pid = int(ours.recv(16))
-                ours.settimeout(None)
-                return _Process(pid, ours)
+            ours.settimeout(START_SECONDS)
+            pid = int(ours.recv(16))
+            ours.settimeout(None)
+        except (OSError, ValueError):
             ours.close()
-            theirs.close()
-            self._stop()
-        raise RuntimeError("no grading process could be forked; is the limit of processes or memory reached?")
+            raise _TemplateDied from None
+        return _Process(pid, ours)
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()
@@ -270,7 +286,7 @@ def run_template(control_fd: int, time_limit_seconds: float, memory_limit_bytes:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
             if not message:
-                return
+                os._exit(0)  # nothing to tidy up, and faster
             if os.fork() == 0:
                 control.close()
                 try:
@@ -285,7 +301,9 @@ def _run_grader(line_fd: int, time_limit_seconds: float, memory_limit_bytes: int
     _die_with_parent()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = memory_limit_bytes if hard == resource.RLIM_INFINITY else min(memory_limit_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with socket.socket(fileno=line_fd) as line, line.makefile("r") as questions:

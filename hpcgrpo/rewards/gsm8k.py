@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from hpcgrpo.rewards.answers import last_tag
+from hpcgrpo.rewards.answers import MAX_LENGTH, last_tag
 from hpcgrpo.rewards.base import Graded, Reward, Run, text_of
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?|-?\.\d+")
@@ -20,6 +20,8 @@ def cppo_accuracy(answer: str | None, reference: str) -> float:
     said, gold = (t.replace(",", "").strip() for t in (answer, reference.rsplit("####", 1)[-1]))
     if said == gold:
         return 2.0
+    if len(said) > MAX_LENGTH:
+        return 0.0
     numbers = _NUMBER.findall(said), _NUMBER.findall(gold)
     if len(numbers[0]) != 1 or len(numbers[1]) != 1:
         return 0.0

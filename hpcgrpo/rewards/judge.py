@@ -88,7 +88,7 @@ def judge(
             body.setdefault("temperature", temperature)
         reply = _post(client, f"{base_url.rstrip('/')}/chat/completions", body, retries, backoff_seconds)
         score = None if reply is None else read_score(reply)
-        return score, "error" if score is None else "judged"
+        return score, "error" if score is None else None
 
     def function(
         prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]

@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
 
 
 def build_character_tokenizer() -> Any:
-    """A fast transformers tokenizer of one token a character, with a chat template and distinct pad and eos."""
+    """A fast transformers tokenizer, one token a character, with a chat template; pad and eos differ."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

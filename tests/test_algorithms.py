@@ -380,7 +380,7 @@ def test_refill_inside_igrpo_drafts_the_further_prompts_too() -> None:
 
 @pytest.mark.parametrize(("size", "rate", "kept"), [
     (16, 0, 16), (16, .5, 8), (16, .75, 4), (16, .875, 2), (16, .9375, 1), (16, .3, 11), (16, .95, 1),
-    (8, 0, 8), (8, .5, 4), (8, .75, 2), (8, .875, 1), (10, .9, 1),
+    (8, 0, 8), (8, .5, 4), (8, .75, 2), (8, .875, 1), (10, .9, 1), (20, .9, 2),
 ])  # fmt: skip
 def test_e5_how_many_are_kept(size: int, rate: float, kept: int) -> None:
     assert num_kept(size, rate) == kept
@@ -560,7 +560,8 @@ def test_a_wrapper_without_a_base_wraps_grpo() -> None:
     ({"name": "grpo", "epsilon": "0.2"}, r"^epsilon='0\.2' \(str\) .* expected float; .*without quotes"),
     ({"name": "grpo", "epsilon": True}, r"epsilon=True \(bool\) has the wrong type: expected float"),
     ({"name": "grpo", "epsilon": None}, r"epsilon=None \(NoneType\) has the wrong type"),
-    ({"name": "grpo", "beta": float("nan")}, r"beta=nan"),
+    ({"name": "grpo", "beta": float("nan")}, r"beta=nan \(float\) is not a finite number"),
+    ({"name": "bnpo", "reward_max": float("inf")}, r"reward_max=inf \(float\) is not a finite number"),
     ({"name": "grpo", "delta": "x"}, r"expected float \| null"),
     ({"name": "grpo", "num_generations": 8.0}, r"num_generations=8\.0 \(float\) .* expected int"),
     ({"name": "grpo", "num_generations": True}, r"expected int"),

@@ -73,6 +73,8 @@ def _type_error(name: str, value: Any, annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         hint = nearest(str(value), map(str, get_args(annotation)))
         return f"{found} is not one of {type_text(annotation)}{hint}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{found} is not a finite number"
     hint = "; write the number without quotes, in YAML as 1.0e-6" if _is_number(value) else ""
     return f"{found} has the wrong type: expected {type_text(annotation)}{hint}"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from hpcgrpo.algorithms.base import Algorithm
 from hpcgrpo.types import Group, MicroBatch, Piece, Row, Totals
@@ -49,7 +50,7 @@ def split(credited: Credited, parts: int) -> list[Credited]:
     bounds = [n * i // parts for i in range(parts + 1)]
     return [
         Credited(credited.groups[a:b], credited.advantages[a:b], credited.kept[a:b])
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        for a, b in pairwise(bounds)
     ]
 
 

@@ -73,9 +73,7 @@ def check(run: RunConfig) -> dict[str, Any]:
         tokenizer, system_prompt=run.data.system_prompt, chat_template=run.data.chat_template
     )
     limit = run.generation.max_prompt_length
-    prompts = build_prompts(
-        rows, renderer, seed=run.seed, max_prompt_length=limit, shuffle=run.data.shuffle
-    )
+    prompts = build_prompts(rows, renderer, seed=run.seed, max_prompt_length=limit, shuffle=run.data.shuffle)
     algorithm = run.build_algorithm()
     counts = arithmetic(run, algorithm, len(prompts))
     first = prompts.take(0, 1)[0]
@@ -115,10 +113,14 @@ def show(report: Mapping[str, Any]) -> None:
     for name, value in report["counts"].items():
         if value is not None:
             table.add_row(name.replace("_", " "), f"{value:,}")
-    table.add_row("questions", f"{report['questions']:,} ({report['questions_too_long']:,} too long, left out)")
+    table.add_row(
+        "questions", f"{report['questions']:,} ({report['questions_too_long']:,} too long, left out)"
+    )
     console.print(table)
     for stage, text in report["prompts"].items():
-        console.print(Panel(Text(text), title=f"first prompt: {stage}", subtitle=f"answer {report['answer_of_first']}"))
+        console.print(
+            Panel(Text(text), title=f"first prompt: {stage}", subtitle=f"answer {report['answer_of_first']}")
+        )
 
 
 def show_options(rows: Sequence[Mapping[str, Any]]) -> None:

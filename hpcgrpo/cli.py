@@ -51,7 +51,9 @@ def parser() -> argparse.ArgumentParser:
         return sub
 
     sub = command("train", train, "Train on this machine; run again to resume.", config=True)
-    sub.add_argument("--fresh", action="store_true", help="move an existing run's folder aside and start anew")
+    sub.add_argument(
+        "--fresh", action="store_true", help="move an existing run's folder aside and start anew"
+    )
     sub = command(
         "check", check, "Check a configuration, print its arithmetic and the rendered prompts.", config=True
     )
@@ -59,8 +61,12 @@ def parser() -> argparse.ArgumentParser:
     sub = command("algorithms", show_algorithms, "List every algorithm with its options and defaults.")
     sub.add_argument("name", nargs="?", help="one algorithm only")
     sub.add_argument("--json", action="store_true", help="print a JSON list")
-    sub = command("quickstart", quickstart, "Warm-start a tiny model, train it with iGRPO and GRPO, and compare.")
-    sub.add_argument("--seed", type=int, default=0, help="seed of the warm start and of both runs (default 0)")
+    sub = command(
+        "quickstart", quickstart, "Warm-start a tiny model, train it with iGRPO and GRPO, and compare."
+    )
+    sub.add_argument(
+        "--seed", type=int, default=0, help="seed of the warm start and of both runs (default 0)"
+    )
     sub.add_argument("--output-dir", default="logs", help="where runs are written (default logs)")
     sub.add_argument("--json", action="store_true", help="print the table as JSON")
     sub.add_argument("overrides", nargs="*", metavar="key.sub=value", help="for both runs")

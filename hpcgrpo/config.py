@@ -227,7 +227,9 @@ def load(path: str | Path | None, overrides: Sequence[str] = (), *, text: str | 
     try:
         tree = OmegaConf.create(text)
         if not OmegaConf.is_dict(tree):
-            raise ConfigError(f"{source}: holds no mapping of keys to values; start from configs/quickstart.yaml")
+            raise ConfigError(
+                f"{source}: holds no mapping of keys to values; start from configs/quickstart.yaml"
+            )
         merged = OmegaConf.merge(tree, OmegaConf.from_dotlist(_checked(overrides)))
         values = OmegaConf.to_container(merged, resolve=True)
     except (YAMLError, OmegaConfBaseException) as error:
@@ -271,12 +273,18 @@ def arithmetic(config: RunConfig, algorithm: Algorithm, rows: int | None) -> Ari
 
     Raises ValueError for batches that do not divide, naming the nearest ones that do.
     """
-    train, ranks, share = config.train, config.cluster.ranks, algorithm.batch_share or algorithm.num_generations
+    train, ranks, share = (
+        config.train,
+        config.cluster.ranks,
+        algorithm.batch_share or algorithm.num_generations,
+    )
     batch, rows_per_device = _train_batch(train, ranks)
     generation = train.generation_batch_size or batch
     if train.steps_per_generation:
         if train.generation_batch_size:
-            raise ValueError("train: generation_batch_size and steps_per_generation say the same thing; keep one")
+            raise ValueError(
+                "train: generation_batch_size and steps_per_generation say the same thing; keep one"
+            )
         generation = rows_per_device * ranks * train.steps_per_generation
     _divides("train.generation_batch_size", generation, batch, "train_batch_size")
     _divides("the batch of completions per optimizer step", batch, share, _share_text(algorithm, share))
@@ -365,8 +373,8 @@ SCHEDULES = (
 def _check_schedule(train: TrainConfig) -> None:
     if train.lr_scheduler_type not in SCHEDULES:
         raise ValueError(
-            f"train.lr_scheduler_type: unknown schedule {train.lr_scheduler_type!r}{_near(train.lr_scheduler_type, SCHEDULES)};"
-            f" one of {', '.join(SCHEDULES)}"
+            f"train.lr_scheduler_type: unknown schedule {train.lr_scheduler_type!r}"
+            f"{_near(train.lr_scheduler_type, SCHEDULES)}; one of {', '.join(SCHEDULES)}"
         )
     if train.min_lr_rate is not None and train.lr_scheduler_type != "cosine_with_min_lr":
         raise ValueError(
@@ -418,7 +426,9 @@ def _explain(source: str, error: Any, values: Any) -> str:
         return f"{source}: {key}: required, but missing"
     message = error["msg"].removeprefix("Value error, ")
     given = error.get("input")
-    shown = "" if isinstance(given, (Mapping, list)) or error["type"] == "value_error" else f" (given: {given!r})"
+    shown = (
+        "" if isinstance(given, (Mapping, list)) or error["type"] == "value_error" else f" (given: {given!r})"
+    )
     return f"{source}: {key}: {message}{shown}"
 
 
@@ -432,7 +442,9 @@ def _hint(where: Sequence[str]) -> str:
     near = _near(where[-1], names)
     if near:
         return near
-    homes = [f"{n}.{where[-1]}" for n in RunConfig.model_fields if where[-1] in _fields(_section(RunConfig, n))]
+    homes = [
+        f"{n}.{where[-1]}" for n in RunConfig.model_fields if where[-1] in _fields(_section(RunConfig, n))
+    ]
     if homes:
         return f"; did you mean {homes[0]}?"
     return f"; known keys here: {', '.join(names)}"

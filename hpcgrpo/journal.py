@@ -26,7 +26,7 @@ def claim(folder: Path) -> IO[str]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
-    lock = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held as long as the process lives
+    lock = (folder / ".lock").open("a+", encoding="utf-8")  # noqa: SIM115 - held as long as the process lives
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -84,7 +84,7 @@ class Journal:
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line and hand the values to the trackers."""
-        with open(self.folder / METRICS, "a", encoding="utf-8") as file:
+        with (self.folder / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         for tracker in self.trackers:
             tracker(step, values)
@@ -139,7 +139,12 @@ class ProgressLine:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[said]}"))
+            columns = (
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[said]}"),
+            )
             self.bar = Progress(TextColumn(self.name), *columns, console=Console(stderr=True))
             self.bar.start()
             self.bar.add_task(self.name, total=self.total, completed=self.done, said="")
@@ -162,7 +167,11 @@ class ProgressLine:
         else:
             recent = sorted(self.seconds[-20:])
             left = recent[len(recent) // 2] * (self.total - step)
-            print(f"{self.name} step {step}/{self.total} {said} left {_duration(left)}", file=sys.stderr, flush=True)
+            print(
+                f"{self.name} step {step}/{self.total} {said} left {_duration(left)}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _duration(seconds: float) -> str:

@@ -81,7 +81,9 @@ def _drafts(credited: Credited, drafts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-Update = tuple[Sequence[Mapping[str, float]], int, float]  # every rank's sums, the step's tokens, learning rate
+Update = tuple[
+    Sequence[Mapping[str, float]], int, float
+]  # every rank's sums, the step's tokens, learning rate
 
 
 def learning_metrics(updates: Sequence[Update], plans: Sequence[Plan]) -> dict[str, float]:
@@ -107,7 +109,7 @@ def _per_token(ranks: Sequence[Mapping[str, float]], tokens: int) -> dict[str, f
 
 
 def _reduce(name: str, values: Sequence[float]) -> float:
-    return {"max": max, "min": min}.get(_extreme(name), sum)(values)  # type: ignore[operator]
+    return {"max": max, "min": min}.get(_extreme(name), sum)(values)
 
 
 def _mean_over(name: str, steps: Sequence[Mapping[str, float]]) -> int:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 PHASES = ("explore", "generate", "grade", "exchange", "logprobs", "update", "sync", "save", "evaluate")
 
 
-def samples_per_second(global_step: int, per_device_batch: int, devices: int, elapsed_seconds: float) -> float:
+def samples_per_second(
+    global_step: int, per_device_batch: int, devices: int, elapsed_seconds: float
+) -> float:
     """Appendix D's throughput: optimizer steps x per-device batch x data-parallel devices / elapsed seconds.
 
     Gradient accumulation is not in the published formula, so it undercounts by that factor.
@@ -31,10 +33,9 @@ def reset_peak_memory() -> None:
         import torch
 
         torch.cuda.reset_peak_memory_stats()
-    try:
+    # Not Linux, or not allowed: the peak then counts from the start of the process.
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass  # not Linux, or not allowed: the peak then counts from the start of the process
 
 
 def peak_memory_gb() -> float:

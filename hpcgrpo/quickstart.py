@@ -81,13 +81,19 @@ def summarise(arms: Mapping[str, RunConfig]) -> dict[str, Any]:
     """Held-out accuracy before and after, greedy, in one pass and in two; reward; completions sampled."""
     rows = {}
     for label, arm in arms.items():
-        metrics = [m for m in read_metrics(arm.folder)]
+        metrics = read_metrics(arm.folder)
         evaluations = [m for m in metrics if "eval/accuracy" in m]
         steps = [m for m in metrics if "reward" in m]
         tail = steps[-10:]
         rows[label] = {
-            "before": {"one_pass": evaluations[0]["eval/accuracy"], "two_pass": evaluations[0]["eval/two_pass/accuracy"]},
-            "after": {"one_pass": evaluations[-1]["eval/accuracy"], "two_pass": evaluations[-1]["eval/two_pass/accuracy"]},
+            "before": {
+                "one_pass": evaluations[0]["eval/accuracy"],
+                "two_pass": evaluations[0]["eval/two_pass/accuracy"],
+            },
+            "after": {
+                "one_pass": evaluations[-1]["eval/accuracy"],
+                "two_pass": evaluations[-1]["eval/two_pass/accuracy"],
+            },
             "reward_last_10_steps": sum(m["reward"] for m in tail) / len(tail),
             "completions_sampled": sum(m["completions/sampled"] for m in steps),
             "seconds": local.profile(arm)["elapsed_seconds"],
@@ -100,7 +106,9 @@ def show(summary: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     title = f"held-out accuracy, greedy, {summary['held_out_questions']} questions (seed {summary['seed']})"
-    table = Table("", "one pass", "two passes", "reward, last 10 steps", "completions", "seconds", title=title)
+    table = Table(
+        "", "one pass", "two passes", "reward, last 10 steps", "completions", "seconds", title=title
+    )
     runs = summary["runs"]
     before = next(iter(runs.values()))["before"]
     table.add_row("warm start", f"{before['one_pass']:.3f}", f"{before['two_pass']:.3f}", "", "", "")
@@ -146,7 +154,10 @@ def draw(arms: Mapping[str, RunConfig], path: Path) -> None:
             points = [(m["step"], m[key]) for m in read_metrics(arm.folder) if key in m]
             steps, values = [p[0] for p in points], [p[1] for p in points]
             if key == "reward":
-                values = [sum(values[max(0, i - 9) : i + 1]) / len(values[max(0, i - 9) : i + 1]) for i in range(len(values))]
+                values = [
+                    sum(values[max(0, i - 9) : i + 1]) / len(values[max(0, i - 9) : i + 1])
+                    for i in range(len(values))
+                ]
             axis.plot(steps, values, style(label), color=COLORS[label], label=label, markersize=4)
         axis.set(title=title, xlabel="step", ylim=(0.4, 1.0))
         axis.grid(alpha=0.3)

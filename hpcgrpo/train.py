@@ -96,7 +96,12 @@ def join(config: RunConfig) -> tuple[GlooRanks, torch.device]:
     if cuda:
         torch.cuda.set_device(device)
     torch.set_num_threads(threads_per_rank(config))
-    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0"), ("RANK", "0"), ("WORLD_SIZE", "1")):
+    for name, value in (
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "0"),
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+    ):
         os.environ.setdefault(name, value)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     store = dist.HashStore() if size == 1 else None
@@ -141,7 +146,9 @@ def assemble(config: RunConfig, ranks: GlooRanks, device: torch.device) -> Run:
         progress=Progress(),
         profile=profile,
     )
-    checkpoints = checkpoint.Checkpoints(config.folder / "checkpoints", config.train.save_total_limit, ranks.group)
+    checkpoints = checkpoint.Checkpoints(
+        config.folder / "checkpoints", config.train.save_total_limit, ranks.group
+    )
     resumed = resume(trainer, learner, checkpoints)
     held_out = held_out_prompts(config, renderer)
     return Run(

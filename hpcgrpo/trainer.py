@@ -10,7 +10,17 @@ from hpcgrpo import batching
 from hpcgrpo.algorithms.base import Algorithm, Loss
 from hpcgrpo.metrics import learning_metrics, rollout_metrics
 from hpcgrpo.profiler import Profile
-from hpcgrpo.types import Completion, Group, MicroBatch, Prompt, Request, Rollout, Sampling, Score, stable_seed
+from hpcgrpo.types import (
+    Completion,
+    Group,
+    MicroBatch,
+    Prompt,
+    Request,
+    Rollout,
+    Sampling,
+    Score,
+    stable_seed,
+)
 
 
 class Generator(Protocol):
@@ -34,14 +44,19 @@ class Learner(Protocol):
 class Prompts(Protocol):
     """The run's endless order of questions."""
 
+    def __len__(self) -> int: ...
+
     def take(self, position: int, count: int) -> list[Prompt]: ...
 
 
 class Ranks(Protocol):
     """The learner ranks, for small things on a group with a time limit of its own."""
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
@@ -194,13 +209,21 @@ class Exploration:
     trainer: Trainer
     position: int  # of the next prompt that nobody has taken
 
-    def __call__(self, prompts: Sequence[Prompt], num: int, stage: str = "sample") -> list[tuple[Rollout, ...]]:
+    def __call__(
+        self, prompts: Sequence[Prompt], num: int, stage: str = "sample"
+    ) -> list[tuple[Rollout, ...]]:
         setup = self.trainer.setup
         sampling = Sampling(setup.temperature, setup.max_completion_length)
         return self.trainer.rollouts(prompts, num, stage, sampling)
 
     def refine(
-        self, prompt: Prompt, draft: Completion, *, template: str, max_length: int | None, keep_reasoning: bool
+        self,
+        prompt: Prompt,
+        draft: Completion,
+        *,
+        template: str,
+        max_length: int | None,
+        keep_reasoning: bool,
     ) -> Prompt:
         limit = max_length or self.trainer.setup.max_refine_prompt_length
         return self.trainer.refine(

@@ -16,7 +16,9 @@ def made_groups(count: int, size: int, *, seed: int = 0, longest: int = 40) -> l
     rng = random.Random(seed)
     groups = []
     for position in range(count):
-        prompt = Prompt(position, position, (), "", tuple(rng.randrange(50) for _ in range(rng.randint(3, 20))))
+        prompt = Prompt(
+            position, position, (), "", tuple(rng.randrange(50) for _ in range(rng.randint(3, 20)))
+        )
         rollouts = []
         for i in range(size):
             ids = tuple(rng.randrange(50) for _ in range(rng.randint(1, longest)))
@@ -26,7 +28,9 @@ def made_groups(count: int, size: int, *, seed: int = 0, longest: int = 40) -> l
     return groups
 
 
-def planned(groups: list[Group], spec: dict, *, ranks: int, budget: int, shared: bool = True) -> batching.Plan:
+def planned(
+    groups: list[Group], spec: dict, *, ranks: int, budget: int, shared: bool = True
+) -> batching.Plan:
     algorithm = build(spec)
     return batching.plan(
         batching.credit(groups, algorithm),
@@ -47,7 +51,9 @@ def rows_in(plan: batching.Plan) -> list:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 @pytest.mark.parametrize("budget", [30, 100, 10**6])
 def test_every_row_once_and_equally_many_micro_batches(ranks: int, budget: int, shared: bool) -> None:
-    plan = planned(made_groups(5, 4), {"name": "grpo", "num_generations": 4}, ranks=ranks, budget=budget, shared=shared)
+    plan = planned(
+        made_groups(5, 4), {"name": "grpo", "num_generations": 4}, ranks=ranks, budget=budget, shared=shared
+    )
     assert Counter(r.index for r in rows_in(plan)) == Counter(range(20))
     assert len(plan.micro_batches) == ranks
     assert len({len(rank) for rank in plan.micro_batches}) == 1
@@ -62,7 +68,9 @@ def test_micro_batches_keep_to_the_token_budget_unless_one_sequence_is_longer() 
 
 
 def test_without_shared_prefixes_a_micro_batch_is_one_sequence() -> None:
-    plan = planned(made_groups(3, 4), {"name": "grpo", "num_generations": 4}, ranks=2, budget=999, shared=False)
+    plan = planned(
+        made_groups(3, 4), {"name": "grpo", "num_generations": 4}, ranks=2, budget=999, shared=False
+    )
     assert {len(m) for rank in plan.micro_batches for m in rank} <= {0, 1}
     assert {len(p.rows) for rank in plan.micro_batches for m in rank for p in m} == {1}
 
@@ -71,7 +79,8 @@ def test_rows_carry_the_group_standardised_advantage_and_the_sequence_mean_weigh
     groups = made_groups(1, 4)
     rewards = [1.0, 0.0, 0.0, 0.0]  # E1: 1.4997001, -0.4999 with ddof 1 and eps 1e-4
     rollouts = tuple(
-        Rollout(r.prompt, r.completion, Score(x, {})) for r, x in zip(groups[0].rollouts, rewards, strict=True)
+        Rollout(r.prompt, r.completion, Score(x, {}))
+        for r, x in zip(groups[0].rollouts, rewards, strict=True)
     )
     plan = planned(
         [Group(groups[0].prompt, rollouts)], {"name": "grpo", "num_generations": 4}, ranks=1, budget=10**6
@@ -108,13 +117,17 @@ def test_a_step_that_keeps_nothing_plans_no_rows() -> None:
         Group(g.prompt, tuple(Rollout(r.prompt, r.completion, Score(1.0, {})) for r in g.rollouts))
         for g in made_groups(2, 4)
     ]
-    plan = planned(groups, {"name": "grpo", "num_generations": 4, "zero_variance": "drop"}, ranks=2, budget=100)
+    plan = planned(
+        groups, {"name": "grpo", "num_generations": 4, "zero_variance": "drop"}, ranks=2, budget=100
+    )
     assert plan.totals.rows == 0
     assert all(m == () for rank in plan.micro_batches for m in rank)
 
 
 def test_shares_are_even_when_groups_can_be_cut() -> None:
-    plan = planned(made_groups(16, 8, longest=200), {"name": "grpo", "num_generations": 8}, ranks=4, budget=10**6)
+    plan = planned(
+        made_groups(16, 8, longest=200), {"name": "grpo", "num_generations": 8}, ranks=4, budget=10**6
+    )
     assert plan.spread() < 1.1
 
 

@@ -93,13 +93,17 @@ def counts(*overrides: str, rows: int | None = 7500, text: str = MINIMAL) -> con
     return config.arithmetic(run, run.build_algorithm(), rows)
 
 
-PAPER = MINIMAL.replace("{per_device_train_batch_size: 8}", "{per_device_train_batch_size: 16, gradient_accumulation_steps: 8}")
+PAPER = MINIMAL.replace(
+    "{per_device_train_batch_size: 8}", "{per_device_train_batch_size: 16, gradient_accumulation_steps: 8}"
+)
 
 
 def test_the_papers_batches_iGRPO_table_S2() -> None:
     """16 x 8 x 8 GPUs = 1024 completions a step: 256 prompts at G = 4, 128 at G = 8; 29 and 58 steps of MATH."""
     cluster = ("cluster.nodes=2", "cluster.vllm_nodes=1", "cluster.gpus_per_node=8")
-    igrpo = PAPER.replace("{name: grpo, num_generations: 4}", "{name: igrpo, drafts: 4, base: {name: grpo, num_generations: 4}}")
+    igrpo = PAPER.replace(
+        "{name: grpo, num_generations: 4}", "{name: igrpo, drafts: 4, base: {name: grpo, num_generations: 4}}"
+    )
     found = counts(*cluster, text=igrpo)
     assert (found.ranks, found.train_batch_size, found.prompts_per_step) == (8, 1024, 256)
     assert (found.completions_per_step, found.max_steps) == (256 * 8, 29)

@@ -24,7 +24,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def attempts(folder: Path, name: str, *points: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder), name, *points], capture_output=True, text=True, timeout=280
+        [sys.executable, str(PROGRAM), str(folder), name, *points],
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -18,12 +18,20 @@ class Rollouts(Protocol):
     Each rank explores its own prompts; `total` and `more` are collective: every rank calls them equally often.
     """
 
-    def __call__(self, prompts: Sequence[Prompt], num: int, stage: str = "sample") -> list[tuple[Rollout, ...]]:
+    def __call__(
+        self, prompts: Sequence[Prompt], num: int, stage: str = "sample"
+    ) -> list[tuple[Rollout, ...]]:
         """Sample and grade `num` completions of each prompt. `stage` enters the sampling seeds."""
         ...
 
     def refine(
-        self, prompt: Prompt, draft: Completion, *, template: str, max_length: int | None, keep_reasoning: bool
+        self,
+        prompt: Prompt,
+        draft: Completion,
+        *,
+        template: str,
+        max_length: int | None,
+        keep_reasoning: bool,
     ) -> Prompt:
         """The prompt with a draft placed after its question (iGRPO's q')."""
         ...
@@ -42,7 +50,9 @@ Credit = Callable[[Sequence[Group]], list[tuple[float, ...]]]  # [groups][G] adv
 Select = Callable[[Sequence[Group], Sequence[Sequence[float]]], list[tuple[int, ...]]]  # kept indices a group
 Weigh = Callable[[Sequence[int], Totals], list[float]]  # weight of each token of a row, a row
 Metrics = dict[str, "Tensor"]  # sums over tokens; names that end in /min or /max are extremes
-Loss = Callable[["Tensor", Batch], tuple["Tensor", Metrics]]  # new log-probs [T] -> weighted sum (to minimise)
+Loss = Callable[
+    ["Tensor", Batch], tuple["Tensor", Metrics]
+]  # new log-probs [T] -> weighted sum (to minimise)
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ class TransformersGenerator:
         kinds = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention"}
         if kinds:
             raise ValueError(
-                f"model type {model.config.model_type}: the in-process generator has no cache for layers of the "
-                f"type {', '.join(sorted(kinds))}. Use generation.backend vllm or a model with full attention."
+                f"model type {model.config.model_type}: the in-process generator has no cache for layers of "
+                f"the type {', '.join(sorted(kinds))}. Use backend vllm or a model with full attention."
             )
         model.set_attn_implementation(ATTENTION)
         self.model, self.decode, self.max_batch_tokens = model, decode, max_batch_tokens
@@ -146,41 +146,38 @@ class TransformersGenerator:
         """Read each distinct prompt once -> empty rows, the filled cache, and first logits [rows, V]."""
         prompts = [r.prompt_token_ids for r in requests]
         longest = max(map(len, prompts))
-        cache = Cache(layers=[])
-        logits = None
-        for length, batch in _by_length(prompts):
-            unique = list(dict.fromkeys(prompts[i] for i in batch))
-            place = {prompt: n for n, prompt in enumerate(unique)}
+        device = self.model.device
+        slabs: list[_Slab] = []
+        logits = torch.empty(0)
+        for length in sorted({len(p) for p in prompts}):
+            batch = [i for i, p in enumerate(prompts) if len(p) == length]
+            place = {p: n for n, p in enumerate(dict.fromkeys(prompts[i] for i in batch))}
             read = DynamicCache(config=self.model.config)
-            ids = torch.tensor(unique, device=self.model.device)
-            last = self.model(input_ids=ids, past_key_values=read, use_cache=True, logits_to_keep=1).logits[
-                :, -1
-            ]
-            if logits is None:
+            last = self._last_logits(torch.tensor(list(place), device=device), read)
+            if not slabs:
                 logits = last.new_empty(len(prompts), last.shape[-1])
-                cache = Cache(layers=[_Slab(layer, len(prompts), longest, room) for layer in read.layers])
-            into = torch.tensor(batch, device=ids.device)
-            source = torch.tensor([place[prompts[i]] for i in batch], device=ids.device)
+                slabs = [_Slab(layer, len(prompts), longest, room) for layer in read.layers]
+            into = torch.tensor(batch, device=device)
+            source = torch.tensor([place[prompts[i]] for i in batch], device=device)
             logits[into] = last[source]
-            for slab, filled in zip(cache.layers, read.layers, strict=True):
-                slab.place(filled, into, source, longest - length)
-        assert logits is not None
-        return _Rows.empty(prompts, room, logits.device), cache, logits
+            for slab, layer in zip(slabs, read.layers, strict=True):
+                slab.place(layer, into, source, longest - length)
+        return _Rows.empty(prompts, room, device), Cache(layers=slabs), logits
 
     def _step(self, tokens: Tensor, rows: _Rows, cache: Cache, live: int) -> Tensor:
+        """Logits [live, V] after one more token per live row."""
         mask = rows.visible
         if mask is not None:
             mask = mask[:live, :, :, : cache.get_seq_length() + 1]
-        logits = self.model(
-            input_ids=tokens[:, None],
-            attention_mask=mask,
-            position_ids=rows.positions[:live],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+        logits = self._last_logits(
+            tokens[:, None], cache, attention_mask=mask, position_ids=rows.positions[:live]
+        )
         rows.positions += 1
         return logits
+
+    def _last_logits(self, ids: Tensor, cache: Cache, **options: Tensor | None) -> Tensor:
+        out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
+        return out.logits[:, -1]
 
     def _completions(self, requests: Sequence[Request], rows: _Rows, steps: int) -> list[Completion]:
         """Cut each row after its first end-of-sequence token and put the rows back in the requests' order."""
@@ -235,11 +232,6 @@ def _uniforms(requests: Sequence[Request], count: int) -> Tensor:
     generator = torch.Generator()
     seeded = (generator.manual_seed(r.seed) for r in requests)
     return torch.stack([torch.rand(count, generator=g, dtype=torch.float64) for g in seeded])
-
-
-def _by_length(prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, list[int]]]:
-    for length in sorted({len(p) for p in prompts}):
-        yield length, [i for i, p in enumerate(prompts) if len(p) == length]
 
 
 def _copy_into(named: dict[str, nn.Parameter], name: str, tensor: Tensor, seen: set[int]) -> None:
@@ -321,7 +313,7 @@ class _Slab(CacheLayerMixin):
     """One layer's keys and values, [rows, heads, slots, size], allocated once and written in place."""
 
     def __init__(self, like: Any, rows: int, longest: int, room: int) -> None:
-        """For `rows` sequences of up to `longest` + `room` tokens, with the head sizes of the layer `like`."""
+        """For `rows` sequences of up to `longest` + `room` tokens, with the head sizes of layer `like`."""
         super().__init__()
         self.keys, self.values = (
             x.new_empty(rows, x.shape[1], longest + room, x.shape[3]) for x in (like.keys, like.values)

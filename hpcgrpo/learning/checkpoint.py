@@ -64,7 +64,7 @@ class Checkpoints:
         temporary = self.folder / f".checkpoint-{step}.tmp"
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        self._together(lambda: dist.get_rank() == 0 and (temporary / "state").mkdir(parents=True))
+        self._first(lambda: (temporary / "state").mkdir(parents=True))
         write = export(temporary)
         writer = dcp.FileSystemWriter(temporary / "state", sync_files=True)
         shards = None
@@ -93,7 +93,7 @@ class Checkpoints:
             self._abandon(error)
         self.pending = None
         final = self.folder / f"checkpoint-{pending.step}"
-        self._together(lambda: dist.get_rank() == 0 and self._publish(pending, final))
+        self._first(lambda: self._publish(pending, final))
         return final
 
     def _written(self, pending: _Pending) -> None:
@@ -126,6 +126,10 @@ class Checkpoints:
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(f"checkpoint could not be written to {self.folder}: {_cause(error)}") from error
+
+    def _first(self, act: Callable[[], Any]) -> None:
+        """Run `act` on rank 0; if it fails, every rank raises."""
+        self._together(act if dist.get_rank() == 0 else lambda: None)
 
     def _together(self, act: Callable[[], Any]) -> None:
         """Run `act` on every rank; if it fails on one, every rank raises OSError with that one's message."""

@@ -29,7 +29,9 @@ from hpcgrpo.types import MicroBatch
 class PolicyModel(nn.Module):
     """A causal language model whose forward gives the log-probs of chosen tokens instead of logits."""
 
-    def __init__(self, lm: nn.Module, *, temperature: float, chunk_bytes: int, packed_attention: bool) -> None:
+    def __init__(
+        self, lm: nn.Module, *, temperature: float, chunk_bytes: int, packed_attention: bool
+    ) -> None:
         super().__init__()
         self.lm = lm
         self.temperature = temperature
@@ -105,7 +107,9 @@ class FsdpLearner:
         """Pack the rows of one optimizer step and add the log-prob streams that its loss needs."""
         rows = [pack_row(m, self.device) for m in micro_batches]
         if old:
-            rows = [with_streams(r, old=x) for r, x in zip(rows, self._logprobs(self.model, rows), strict=True)]
+            rows = [
+                with_streams(r, old=x) for r, x in zip(rows, self._logprobs(self.model, rows), strict=True)
+            ]
         if reference:
             assert self.reference is not None
             streams = self._logprobs(self.reference, rows)

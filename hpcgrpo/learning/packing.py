@@ -31,7 +31,9 @@ def pack_row(micro_batch: MicroBatch, device: torch.device) -> Packed:
     prefixes = tuple(len(p.prefix) for p in micro_batch)
     rows = [r for p in micro_batch for r in p.rows]
     tails = tuple(tuple(len(r.token_ids) - 1 for r in p.rows if len(r.token_ids) > 1) for p in micro_batch)
-    ids, positions, source = [], [], []
+    ids: list[int] = []
+    positions: list[int] = []
+    source: list[int] = []
     for piece in micro_batch:
         ids += piece.prefix
         positions += range(len(piece.prefix))
@@ -68,7 +70,7 @@ def _batch(rows: list[Row], device: torch.device) -> Batch:
     )
 
 
-def with_streams(packed: Packed, **streams: Tensor | None) -> Packed:
+def with_streams(packed: Packed, **streams: Tensor) -> Packed:
     """The same row with further log-prob streams ([N] each): old, reference, peer."""
     if packed.batch is None:
         return packed

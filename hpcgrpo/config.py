@@ -230,8 +230,11 @@ def load(path: str | Path | None, overrides: Sequence[str] = (), *, text: str | 
             raise ConfigError(
                 f"{source}: holds no mapping of keys to values; start from configs/quickstart.yaml"
             )
-        merged = OmegaConf.merge(tree, OmegaConf.from_dotlist(_checked(overrides)))
-        values = OmegaConf.to_container(merged, resolve=True)
+        for item in _checked(overrides):
+            key = item.partition("=")[0]
+            value = OmegaConf.select(OmegaConf.from_dotlist([item]), key)
+            OmegaConf.update(tree, key, value, merge=False, force_add=True)  # a mapping replaces, never mixes
+        values = OmegaConf.to_container(tree, resolve=True)
     except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{source}: {' '.join(str(error).split())}") from None
     return parse(values, source=source)

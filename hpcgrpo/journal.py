@@ -26,7 +26,7 @@ def claim(folder: Path) -> IO[str]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
-    lock = (folder / ".lock").open("a+", encoding="utf-8")  # noqa: SIM115 - held as long as the process lives
+    lock = (folder / ".lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ LAYOUTS = {
 def build(name: str, attn_implementation: str) -> Any:
     kind, config = MODELS[name]
     torch.manual_seed(1)
-    model = kind._from_config(config, attn_implementation=attn_implementation)
+    model = kind._from_config(deepcopy(config), attn_implementation=attn_implementation)
     torch.manual_seed(2)
     for parameter in model.parameters():  # biases and norms start as constants, which would hide mistakes
         parameter.data += 0.1 * torch.randn_like(parameter)

@@ -141,3 +141,8 @@ def test_minibatches_and_iterations_multiply_the_optimizer_steps() -> None:
 def test_too_little_data_is_refused_with_the_largest_batch_that_fits() -> None:
     with pytest.raises(ValueError, match="1 questions, but one step takes 2"):
         counts(rows=1)
+
+
+def test_an_override_that_is_a_mapping_replaces_the_whole() -> None:
+    run = load("algorithm={name: igrpo, drafts: 2, base: {name: grpo, num_generations: 4}}")
+    assert run.algorithm == {"name": "igrpo", "drafts": 2, "base": {"name": "grpo", "num_generations": 4}}

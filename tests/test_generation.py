@@ -1,10 +1,11 @@
-"""In-process sampling: the same tokens as transformers, the right distribution, and seeds that alone decide."""
+"""In-process sampling: the tokens of transformers, the right distribution, and seeds that alone decide."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
-    "initializer_range": 0.3,
+    "initializer_range": 0.2,
 }
 MODELS: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=True)),
@@ -46,7 +47,7 @@ EOS = (3, 5, 11)
 def build(name: str = "qwen2", seed: int = 0) -> Any:
     kind, config = MODELS[name]
     torch.manual_seed(seed)
-    return kind._from_config(config, attn_implementation="sdpa").eval()
+    return kind._from_config(deepcopy(config), attn_implementation="sdpa").eval()
 
 
 def generator(
@@ -75,14 +76,17 @@ def tokens(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
 def test_greedy_equals_transformers_generate(name: str) -> None:
     """Mixed prompt lengths in one batch against transformers one prompt at a time."""
     asked = requests((4, 9, 1, 4, 6))
-    ours = generator(name).generate(asked, Sampling(temperature=0.0, max_completion_length=20))
-    options = GenerationConfig(do_sample=False, max_new_tokens=20, eos_token_id=list(EOS), pad_token_id=0)
+    greedy = Sampling(temperature=0.0, max_completion_length=20)
+    endless = tokens(generator(name, eos=()).generate(asked, greedy))
+    ends = [endless[0][2], endless[1][7]]  # so that rows end early, at different places
+    options = GenerationConfig(do_sample=False, max_new_tokens=20, eos_token_id=ends, pad_token_id=0)
     model = build(name)
+    ours = generator(name, eos=ends).generate(asked, greedy)
     for request, completion in zip(asked, ours, strict=True):
         ids = torch.tensor([request.prompt_token_ids])
         whole = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)
         assert completion.token_ids == tuple(whole[0, ids.shape[1] :].tolist())
-    assert len({len(c.token_ids) for c in ours}) > 1, "no row ended early: nothing was compacted"
+    assert len({len(c.token_ids) for c in ours}) > 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
@@ -108,11 +112,11 @@ def test_a_request_gives_the_same_tokens_in_any_batch_and_order() -> None:
     asked = requests((4, 9, 2, 4, 7), copies=4)
     sampling = Sampling(temperature=1.0, max_completion_length=30)
     together = tokens(generator().generate(asked, sampling))
-    alone = [tokens(generator().generate([r], sampling))[0] for r in asked]
+    alone = [tokens(generator().generate([r], sampling))[0] for r in asked[::3]]
     backwards = tokens(generator().generate(asked[::-1], sampling))[::-1]
     halves = [tokens(generator().generate(asked[i::2], sampling)) for i in range(2)]
     cut = tokens(generator(max_batch_tokens=100).generate(asked, sampling))
-    assert alone == together
+    assert alone == together[::3]
     assert backwards == together
     assert [t for pair in itertools.zip_longest(*halves) for t in pair if t] == together
     assert cut == together
@@ -159,7 +163,7 @@ def test_first_tokens_follow_the_distribution(temperature: float) -> None:
 
 
 def test_draw_at_the_edges() -> None:
-    """Probabilities 0, 1/4, 0, 3/4, 0: nothing without probability is drawn, at 0, at 1/4 and just below 1."""
+    """Probabilities 0, 1/4, 0, 3/4, 0: what has none is not drawn at 0, beside 1/4 or just below 1."""
     logits = torch.tensor([-torch.inf, 0.0, -torch.inf, math.log(3), -torch.inf])
     u = torch.tensor([0.0, 0.2499, 0.2501, 1 - 2**-53], dtype=torch.float64)
     chosen, logprobs = draw(logits.expand(4, 5).clone(), u, 1.0)

@@ -44,7 +44,7 @@ class TransformersGenerator:
 
         Raises ValueError for models with layers other than full attention.
         """
-        kinds = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention"}
+        kinds = _layer_types(model.config) - {"full_attention"}
         if kinds:
             raise ValueError(
                 f"model type {model.config.model_type}: the in-process generator has no cache for layers of "
@@ -232,6 +232,13 @@ def _uniforms(requests: Sequence[Request], count: int) -> Tensor:
     generator = torch.Generator()
     seeded = (generator.manual_seed(r.seed) for r in requests)
     return torch.stack([torch.rand(count, generator=g, dtype=torch.float64) for g in seeded])
+
+
+def _layer_types(config: Any) -> set[str]:
+    """Qwen2 and its kind name them layer by layer; Mistral's kind has one window for the whole model."""
+    named = getattr(config, "layer_types", None)
+    windowed = named is None and getattr(config, "sliding_window", None) is not None
+    return set(named or ()) | ({"sliding_attention"} if windowed else set())
 
 
 def _copy_into(named: dict[str, nn.Parameter], name: str, tensor: Tensor, seen: set[int]) -> None:

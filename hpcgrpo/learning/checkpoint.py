@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,10 @@ class Checkpoints:
 
     def _abandon(self, error: BaseException) -> None:
         assert self.pending is not None
-        temporary, self.pending = self.pending.temporary, None
+        pending, self.pending = self.pending, None
+        with suppress(Exception):
+            self._written(pending)  # nobody may still be writing when the folder goes
+        temporary = pending.temporary
         dist.barrier(self.group)
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,129 @@
+"""The command line as users meet it: clear errors with exit code 2 and no traceback, help without torch."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+
+import pytest
+from runs import hpcgrpo, write_config
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("cli"))
+
+
+def refused(*arguments: str) -> str:
+    """What a command that must fail says on stderr."""
+    done = hpcgrpo(*arguments, timeout_seconds=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("hpcgrpo: error: ")
+    return done.stderr
+
+
+def data(folder: Path, text: str) -> str:
+    path = folder / "data.jsonl"
+    path.write_text(text)
+    return f"data={{path: {path}}}"
+
+
+GOOD = '{"prompt": "1234", "answer": "0"}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "empty file"),
+        (GOOD + "\n" + GOOD, "line 2: empty line"),
+        (GOOD + '{"prompt": \n', "line 2: malformed JSON"),
+        (GOOD + '{"prompt": "12"}\n', "line 2: no column 'answer'"),
+        (GOOD + '{"prompt": "12", "answer": ""}\n', "line 2"),
+        (GOOD + "[1]\n", "line 2: holds a list"),
+    ],
+)
+def test_bad_data_names_file_and_line(config: Path, tmp_path: Path, text: str, said: str) -> None:
+    error = refused("train", str(config), data(tmp_path, text), f"output_dir={tmp_path}")
+    assert said in error and "data.jsonl" in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trian.max_steps=1", "did you mean train?"),
+        ("train.max_stepz=1", "did you mean max_steps?"),
+        ("train.train_batch_size=7", "nearest that are: 6 and 8"),
+        ("train.max_steps=many", "given: 'many'"),
+        ("data.path=/does/not/exist.jsonl", "generates its rows"),
+        ("model_name_or_path=/does/not/exist", "no such folder"),
+        ("algorithm.base.pruning_rate=1.0", "pruning_rate"),
+        ("algorithm.drafts=0", "drafts"),
+        ("generation.max_completion_length=100000", "max_completion_length"),
+        ("train.train_batch_size=4096", "at most"),
+    ],
+)
+def test_bad_configurations(config: Path, tmp_path: Path, override: str, said: str) -> None:
+    assert said in refused("train", str(config), override, f"output_dir={tmp_path}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_files(config: Path, tmp_path: Path) -> None:
+    assert "no such configuration file" in refused("train", str(tmp_path / "nothing.yaml"))
+    gone = "data={path: nothing.jsonl}"
+    assert "nothing.jsonl" in refused("check", str(config), gone)
+
+
+def test_a_folder_in_use_by_a_live_run_is_left_alone(config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with (folder / ".lock").open("w") as lock:
+        lock.write("pid 1 on here")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        error = refused("train", str(config), f"output_dir={tmp_path}")
+    assert "live run (pid 1 on here)" in error
+    assert not (folder / "config.yaml").exists()
+
+
+@pytest.mark.slow
+def test_a_model_without_chat_template(config: Path, tmp_path: Path) -> None:
+    """Needs the tokenizer, so it is found by the rank (and by check), still as a clean error."""
+    from runs import make_model
+
+    model = make_model(tmp_path / "plain")
+    (model / "chat_template.jinja").unlink()
+    for command in ("check", "train"):
+        error = refused(command, str(config), f"model_name_or_path={model}", f"output_dir={tmp_path}")
+        assert "no chat template" in error
+
+
+def test_check_prints_the_counts_and_both_prompts(config: Path) -> None:
+    done = hpcgrpo("check", str(config), "--json")
+    report = json.loads(done.stdout)
+    assert report["counts"]["prompts_per_step"] == 4  # 8 completions, 2 kept of each prompt's 4
+    assert report["counts"]["completions_per_step"] == 4 * (2 + 4)
+    assert report["counts"]["updates_per_step"] == 2
+    question = report["prompts"]["draft"].removesuffix("=")
+    assert report["prompts"]["refinement"].startswith(question + "#")
+    assert report["prompts"]["refinement"].endswith("#" + question + "=")
+    shown = hpcgrpo("check", str(config))
+    assert shown.returncode == 0 and question in shown.stdout
+
+
+def test_algorithms_lists_every_option_with_its_default() -> None:
+    rows = json.loads(hpcgrpo("algorithms", "--json").stdout)
+    found = {(r["algorithm"], r["option"]): r["default"] for r in rows}
+    assert found["grpo", "epsilon"] == "0.2"
+    assert found["dapo", "epsilon_high"] == "0.28"
+    assert found["igrpo", "drafts"] == "4"
+    assert found["cppo", "pruning_rate"] == "required"
+    assert "one of bnpo, cppo, dapo" in refused("algorithms", "gropo")
+
+
+@pytest.mark.parametrize("command", ["train", "check", "algorithms", "quickstart", "import-gguf"])
+def test_every_command_has_help(command: str) -> None:
+    done = hpcgrpo(command, "--help")
+    assert done.returncode == 0 and "usage: hpcgrpo" in done.stdout

@@ -74,7 +74,9 @@ def planned(budget: int, shared: bool = True, groups: list[Group] | None = None)
     return list(plan.micro_batches[0])
 
 
-def gradients(one: FsdpLearner, micro_batches: list[batching.MicroBatch]) -> tuple[float, dict[str, torch.Tensor]]:
+def gradients(
+    one: FsdpLearner, micro_batches: list[batching.MicroBatch]
+) -> tuple[float, dict[str, torch.Tensor]]:
     loss = 0.0
     for row in one.prepare(micro_batches, old=False, reference=True):
         logprobs, _ = one.model(row)
@@ -177,7 +179,9 @@ def test_clipping_bounds_the_step(model: Path) -> None:
     _, expected = plain(model, micro_batches)
     norm = torch.cat([g.flatten() for g in expected.values()]).norm().item()
     one = learner(model, max_grad_norm=norm / 10)
-    sums = one.update(one.prepare(micro_batches, old=False, reference=True), build(SPEC).loss, learning_rate=0.0)
+    sums = one.update(
+        one.prepare(micro_batches, old=False, reference=True), build(SPEC).loss, learning_rate=0.0
+    )
     assert sums["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
@@ -244,7 +248,10 @@ def test_a_full_disk_ends_the_save_and_keeps_the_last_checkpoint(model: Path, tm
 
     small = tmp_path / "small"
     small.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", small]).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", small]).returncode
+    ):
         pytest.skip("needs root to mount a small file system")
     try:
         one = Saving(model, small)

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 MARKER = "COMPLETE"
+FAILURES = (Exception, CheckpointException)  # the latter derives from BaseException
 State = dict[str, Any]
 
 
@@ -75,7 +77,7 @@ class Checkpoints:
             else:
                 shards = dcp.async_save(state, storage_writer=writer, process_group=self.group)
             failure = None
-        except Exception as error:  # every rank gets it: a disk that is full, a quota
+        except FAILURES as error:  # every rank gets it: a disk that is full, a quota
             failure = error
         self.pending = _Pending(step, temporary, extra, self.threads.submit(write), shards)
         if failure is not None:
@@ -123,7 +125,7 @@ class Checkpoints:
     def _abandon(self, error: BaseException) -> None:
         assert self.pending is not None
         pending, self.pending = self.pending, None
-        with suppress(Exception):
+        with suppress(*FAILURES):
             self._written(pending)  # nobody may still be writing when the folder goes
         temporary = pending.temporary
         dist.barrier(self.group)
@@ -140,7 +142,7 @@ class Checkpoints:
         failure = None
         try:
             act()
-        except Exception as error:
+        except FAILURES as error:
             failure = _cause(error)
         failures: list[str | None] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(failures, failure, group=self.group)
@@ -179,11 +181,7 @@ def _fsync(path: Path) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """The first operating-system error in a chain, which torch wraps several times, else the error itself."""
-    seen: BaseException | None = error
-    text = str(error)
-    while seen is not None:
-        if isinstance(seen, OSError):
-            return str(seen)
-        seen = seen.__cause__ or seen.__context__
-    return next((line for line in reversed(text.splitlines()) if "Error" in line), text[:300])
+    """What went wrong at the bottom: the first rank's error of several, without torch's wrapping."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return str(error) or repr(error)

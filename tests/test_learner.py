@@ -134,7 +134,7 @@ def test_loss_and_every_gradient_equal_the_plain_computation(
 
 def test_single_token_completions_and_empty_micro_batches_are_served(model: Path) -> None:
     groups = [
-        Group(g.prompt, tuple(Rollout(r.prompt, Completion((7,), (-2.0,), "stop", "", i), r.score) for i, r in enumerate(g.rollouts)))
+        Group(g.prompt, tuple(Rollout(r.prompt, Completion((7,), (-2.0,), "stop", "", 0), r.score) for r in g.rollouts))
         for g in made_groups(2, 4)
     ]  # fmt: skip
     micro_batches = planned(10**6, groups=groups)

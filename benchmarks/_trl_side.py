@@ -43,7 +43,7 @@ def settings(case: dict[str, Any]) -> dict[str, Any]:
         "disable_tqdm": True,
         "seed": 0,
         "max_steps": 1_000_000,
-        **case.get("trl_overrides", {}),
+        **case["trl"],
     }
 
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Case:
     rows_per_micro_batch: int = 32
     learning_rate: float = 1e-6  # small, so that lengths stay as they are
     threads: int = 2
+    trl: Mapping[str, Any] = field(default_factory=dict)  # GRPOConfig fields to set otherwise
 
     @property
     def rows(self) -> int:
@@ -91,13 +92,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="OMP_NUM_THREADS of either side (default 2)")
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL, instead of --trl-env")
     parser.add_argument("--trl-env", type=Path, default=REPOSITORY / ".venv-trl", help="made if absent")
+    parser.add_argument("--trl", type=json.loads, help="GRPOConfig fields to set otherwise, as JSON")
     parser.add_argument("--phases", action="store_true", help="print where the CPU time of a step goes")
     parser.add_argument("--json", action="store_true", help="print every number as JSON, and nothing else")
     return parser.parse_args()
 
 
-def overrides(options: argparse.Namespace) -> dict[str, int]:
-    names = ("prompt_tokens", "rows_per_micro_batch", "threads")
+def overrides(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("prompt_tokens", "rows_per_micro_batch", "threads", "trl")
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 
@@ -281,6 +283,7 @@ ROWS: tuple[tuple[str, str, float, str], ...] = (
     ("peak memory (MB)", "peak_rss_bytes", 1e-6, ".0f"),
     ("  of its child processes", "children_peak_rss_bytes", 1e-6, ".0f"),
     ("mean length (tokens)", "mean_length", 1, ".1f"),
+    ("  its standard error", "mean_length_error", 1, ".1f"),
     ("mean longest of a step", "mean_longest", 1, ".1f"),
 )
 
@@ -290,12 +293,13 @@ def as_text(result: Mapping[str, Any], *, phases: bool) -> str:
     lines = [
         f"\n{case['name']}: {case['prompts']} prompts x {case['generations']} completions, "
         f"{case['prompt_tokens']} + at most {case['max_completion_length']} tokens, "
-        f"mean {case['mean_completion_length']:.0f}; {sides['trl']['steps']} steps a side, interleaved",
+        f"mean {case['mean_completion_length']:.0f}; {sides['trl']['steps']} steps a side, interleaved, "
+        f"{case['threads']} threads",
         f"{'':26}{'hpcgrpo':>12}{'TRL ' + TRL_VERSION:>12}   better by (quartiles)",
     ]
     for title, key, scale, form in ROWS:
         values = "".join(f"{sides[name][key] * scale:>12{form}}" for name in SIDES)
-        lines.append(f"{title:26}{values}   {quartiles(ratios.get(key))}")
+        lines.append(f"{title:26}{values}   {quartiles(ratios.get(key))}".rstrip())
     lines.append(f"{'CPU-seconds per token':26}{'':24}   {quartiles(ratios['cpu_seconds_per_token'])}")
     if not result["lengths_agree"]:
         lines.append("NOT COMPARABLE: the mean lengths of the two sides differ by more than chance")

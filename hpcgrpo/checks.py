@@ -124,11 +124,19 @@ def show(report: Mapping[str, Any]) -> None:
 
 
 def show_options(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the table of algorithms and their options."""
+    """Print a table of options per algorithm."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("algorithm", "option", "type", "default", "what it does")
-    for row in rows:
-        table.add_row(*(str(row[k]) for k in ("algorithm", "option", "type", "default", "doc")))
-    Console().print(table)
+    console = Console()
+    console = console if console.is_terminal else Console(width=140)
+    for name in dict.fromkeys(row["algorithm"] for row in rows):
+        table = Table(title=f"algorithm: {name}", title_justify="left", show_header=True)
+        table.add_column("option", no_wrap=True)
+        table.add_column("default", no_wrap=True)
+        table.add_column("values", max_width=30)
+        table.add_column("what it does")
+        for row in rows:
+            if row["algorithm"] == name:
+                table.add_row(row["option"], row["default"], row["type"], row["doc"])
+        console.print(table)

@@ -7,12 +7,14 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 METRICS = "metrics.jsonl"
+LINE_EVERY_SECONDS = 5.0  # off a terminal, so that a log stays readable
 
 
 class FolderInUse(ValueError):
@@ -126,13 +128,14 @@ def _wandb(folder: Path, config: Mapping[str, Any]) -> Any:
 
 @dataclass
 class ProgressLine:
-    """The training's progress: a live bar on a terminal, a line per step elsewhere."""
+    """The training's progress: a live bar on a terminal, a line every few seconds elsewhere."""
 
     total: int
     done: int
     name: str
     bar: Any = None
     seconds: list[float] = field(default_factory=list)
+    told: float = float("-inf")  # when the last line was printed
 
     def __enter__(self) -> ProgressLine:
         if sys.stderr.isatty():
@@ -164,7 +167,8 @@ class ProgressLine:
         )
         if self.bar is not None:
             self.bar.update(0, completed=step, said=said)
-        else:
+        elif step == self.total or time.monotonic() - self.told >= LINE_EVERY_SECONDS:
+            self.told = time.monotonic()
             recent = sorted(self.seconds[-20:])
             left = recent[len(recent) // 2] * (self.total - step)
             print(

@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from hpcgrpo.rewards.answers import last_box
 from hpcgrpo.types import Message, Prompt, stable_seed
 
 Columns = Mapping[str, Any]
@@ -329,25 +330,14 @@ def math_gold(columns: Columns, column: str) -> str:
     text = stated if isinstance(stated, str) and stated.strip() else columns.get("solution")
     if not isinstance(text, str):
         return plain_gold(columns, column)
-    gold = last_boxed(text)
+    gold = last_box(text)
+    if gold is None and (bare := re.findall(r"\\boxed\s+([^\s{}$\\.,]+)", text)):
+        gold = bare[-1]  # \boxed 2, as two solutions of MATH have it
     if not gold:
         raise _Unanswered(
             f"no answer in column {column!r} and no filled \\boxed{{}} in the solution: {text!r:.80}"
         )
     return gold
-
-
-def last_boxed(text: str) -> str | None:
-    r"""The content of the last balanced `\boxed{}` or `\fbox{}`, stripped; None where there is none."""
-    for match in reversed(list(re.finditer(r"\\f?boxed?\s*\{", text))):
-        depth = 1
-        # An escaped brace (\{) is a sign of the formula, not a bracket of the markup.
-        for token in re.finditer(r"\\.|[{}]", text[match.end() :], re.DOTALL):
-            depth += {"{": 1, "}": -1}.get(token[0], 0)
-            if depth == 0:
-                return text[match.end() : match.end() + token.start()].strip()
-    bare = re.findall(r"\\boxed\s+([^\s{}$\\.,]+)", text)  # \boxed 2
-    return bare[-1] if bare else None
 
 
 QUESTION_COLUMNS = ("question", "problem", "prompt")

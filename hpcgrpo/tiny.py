@@ -125,8 +125,8 @@ def warm_start(
 
     Questions alone come first. Once they begin to be learned, half of each batch carry a draft laid out by
     `template`, a quarter of these empty, junk, right, wrong each, so that skill moves between the two forms
-    and no draft is trusted blindly. Rows need a `solution` column. Deterministic by seed on one machine. ValueError if the target is
-    not reached in `max_steps`.
+    and no draft is trusted blindly. Rows need a `solution` column. Deterministic by seed on one machine.
+    ValueError if the target is not reached in `max_steps`.
     """
     import torch
 
@@ -146,7 +146,7 @@ def warm_start(
         schedule.step()
         error = loss.item()
         if progress and step % 50 == 0:
-            progress(f"warm start: step {step}, loss {error:.3f}, sampled accuracy {accuracy:.3f}")
+            progress(f"warm start: step {step}, loss {error:.3f}")
         if step % eval_every or not drafts:
             continue
         accuracy = sampled_accuracy(model, tokenizer, held_out, template=None, seed=seed)

@@ -119,7 +119,9 @@ def threads_per_rank(config: RunConfig) -> int:
 def assemble(config: RunConfig, ranks: GlooRanks, device: torch.device) -> Run:
     """Build every part and bring it to the newest complete checkpoint's state."""
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # one bar: the training's own
     profile = Profile()
     algorithm = config.build_algorithm()
     tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path)

@@ -358,6 +358,7 @@ PRESETS: dict[str, Preset] = {
 # --- generated tasks --------------------------------------------------------------------------------------
 
 HELD_OUT_SHARE = 8  # one question in so many belongs to the split "test"
+MAX_FRUITLESS_DRAWS = 2000  # in a row; then the task is taken to be exhausted
 GENERATED_SIZE = 4096  # rows, unless max_samples or size says otherwise
 
 Draw = Callable[[random.Random], dict[str, str]]
@@ -434,20 +435,21 @@ def _generate(name: str, *, split: str, seed: int, size: int | None, options: Ma
         )
     draw, rng = GENERATED[name](**chosen), random.Random(stable_seed(name, split, seed))
     found: dict[str, dict[str, str]] = {}
-    for _ in range(40 * HELD_OUT_SHARE * count + 1000):
-        if len(found) == count:
-            break
+    fruitless = 0
+    while len(found) < count and fruitless < MAX_FRUITLESS_DRAWS:
         record = draw(rng)
-        if _is_held_out(name, record["prompt"]) == (split == "test"):
-            found.setdefault(record["prompt"], record)
+        new = record["prompt"] not in found and _is_held_out(name, record["prompt"]) == (split == "test")
+        fruitless = 0 if new else fruitless + 1
+        if new:
+            found[record["prompt"]] = record
     if len(found) < count:
         raise ValueError(
             f"task {name!r} gave {len(found)} different questions for split {split!r} where {count} are asked"
             " for; ask for fewer (max_samples) or for larger questions"
         )
     return [
-        Row(i, ({"role": "user", "content": r["prompt"]},), r)
-        for i, r in enumerate(list(found.values())[:count])
+        Row(i, ({"role": "user", "content": question},), record)
+        for i, (question, record) in enumerate(found.items())
     ]
 
 

@@ -291,6 +291,8 @@ def make_warm_start(
     data: Mapping[str, Any],
     seed: int,
     template: str,
+    num_rows: int = 16_384,
+    num_held_out: int = 512,
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> WarmStart:
@@ -299,9 +301,9 @@ def make_warm_start(
     `data` are keywords of `load_rows` for a generated task; the rows come from a seed of their own, and
     `options` go to `warm_start`. The folder appears whole or not at all.
     """
-    own = {**data, "seed": stable_seed("warm start rows", seed), "max_samples": 16_384}
-    rows = load_rows(**{**own, "split": "train"})
-    held_out = load_rows(**{**own, "split": "test", "max_samples": 512})
+    own = {**data, "seed": stable_seed("warm start rows", seed)}
+    rows = load_rows(**{**own, "split": "train", "max_samples": num_rows})
+    held_out = load_rows(**{**own, "split": "test", "max_samples": num_held_out})
     tokenizer, model = build_character_tokenizer(), build_tiny_model(seed=seed)
     result = warm_start(
         model, tokenizer, rows, held_out, template=template, seed=seed, progress=progress, **options

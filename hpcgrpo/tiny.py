@@ -34,18 +34,19 @@ CHAT_TEMPLATE = (
 
 
 def build_character_tokenizer() -> Any:
-    """A fast transformers tokenizer, one token a character, with a chat template; pad and eos differ."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    """A fast transformers tokenizer, one token an ASCII character, with a chat template; pad and eos differ.
 
-    names = [*SPECIAL_TOKENS, "\n", *map(chr, range(32, 127))]
-    names += [f"<spare{i}>" for i in range(VOCABULARY_SIZE - len(names))]
-    vocabulary = {name: i for i, name in enumerate(names)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    It is a byte-level tokenizer without merges, since transformers loads every Qwen2 model's as one. Characters
+    beyond ASCII are dropped.
+    """
+    from transformers import Qwen2Tokenizer
+
+    # The byte-level alphabet writes a newline as Ċ and a space as Ġ.
+    names = [*SPECIAL_TOKENS, "Ċ", "Ġ", *map(chr, range(33, 127))]
+    names += [f"<spare{i}>" for i in range(len(names), VOCABULARY_SIZE)]
+    return Qwen2Tokenizer(
+        vocab={name: i for i, name in enumerate(names)},
+        merges=[],
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",

@@ -35,7 +35,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
     folder = tmp_path_factory.mktemp("every")
     write_config(folder)
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder), *SPECS.values()], capture_output=True, text=True, timeout=280
+        [sys.executable, str(PROGRAM), str(folder), *SPECS.values()],
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -23,7 +23,11 @@ def main() -> int:
         run = config.load(Path(folder) / "run.yaml", overrides)
         local.preflight(run, fresh=False)
         train.rank_main(run)
-        print(json.dumps({"spec": OmegaConf.to_container(OmegaConf.create(spec)), "steps": read_metrics(run.folder)}))
+        print(
+            json.dumps(
+                {"spec": OmegaConf.to_container(OmegaConf.create(spec)), "steps": read_metrics(run.folder)}
+            )
+        )
     return 0
 
 

@@ -23,7 +23,9 @@ SPECS = {
     "bnpo": f"{{name: bnpo, {G}, reward_min: -1.0, reward_max: 1.0}}",
     "igrpo": f"{{name: igrpo, drafts: 2, base: {{name: grpo, {G}}}}}",
     "igrpo of dapo": f"{{name: igrpo, drafts: 2, base: {{name: dapo, {G}, max_generation_batches: 2}}}}",
-    "igrpo of cppo of dapo": f"{{name: igrpo, drafts: 2, base: {{name: cppo, pruning_rate: 0.5, base: {{name: dapo, {G}}}}}}}",
+    "igrpo of cppo of dapo": (
+        f"{{name: igrpo, drafts: 2, base: {{name: cppo, pruning_rate: 0.5, base: {{name: dapo, {G}}}}}}}"
+    ),
     "cppo, global": f"{{name: cppo, pruning_rate: 0.75, prune_scope: global, base: {{name: grpo, {G}}}}}",
     "cppo of gspo, no allocation": f"{{name: cppo, pruning_rate: 0.5, allocation: false, base: {{name: gspo, {G}}}}}",
     "dapo, nothing ever varies": f"{{name: dapo, {G}, max_generation_batches: 1, mask_truncated_completions: true}}",

@@ -1,4 +1,4 @@
-"""What a run writes: metrics without gaps or repeats over attempts, folders private and locked, figures by definition."""
+"""What a run writes: metrics without gaps or repeats, folders private and locked, figures by definition."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_tokens_of_other_sequences_have_no_influence() -> None:
 def test_positions_go_on_where_the_prefix_ends() -> None:
     layout = Layout((3, 2), ((2, 1), (2,)))
     assert position_ids(layout).tolist() == [[0, 1, 2, 0, 1, 3, 4, 3, 2, 3]]
-    assert sorted(layout.plan.own) == [(0, 3), (3, 5), (5, 7), (7, 8), (8, 10)]
+    assert layout.plan.own == ((0, 3, 1), (3, 2, 2), (7, 1, 1), (8, 2, 1))  # start, length, how many
     assert layout.plan.cross == (((5, 8), (0, 3)), ((8, 10), (3, 5)))
 
 

@@ -65,7 +65,7 @@ def test_the_loss_is_the_mean_over_completion_tokens_whatever_the_shapes() -> No
 def test_a_warm_start_learns_and_is_saved_whole(tmp_path: Path) -> None:
     folder = tmp_path / "warm"
     said: list[str] = []
-    data = {"preset": "chain", "digits": 3}
+    data = {"preset": "chain", "digits": 3, "max_samples": 9}
     result = tiny.make_warm_start(
         folder,
         data=data,

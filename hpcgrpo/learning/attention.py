@@ -17,9 +17,10 @@ Their backward kernels give exact gradients of each part when handed the merged 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -30,13 +31,14 @@ ATTENTION = "packed"
 
 _aten = torch.ops.aten
 Span = tuple[int, int]  # [start, end) in the row
+Run = tuple[int, int, int]  # start, length, count: so many segments of that length, one after the other
 
 
 @dataclass(frozen=True)
 class Plan:
     """What attends to what in a row."""
 
-    own: tuple[Span, ...]  # segments, each causal over itself
+    own: tuple[Run, ...]  # segments, each causal over itself; those of a run go through the kernel together
     cross: tuple[tuple[Span, Span], ...]  # (tails of a group, its prefix): every tail token sees all of it
     tokens: int  # length of the row
 
@@ -53,18 +55,30 @@ class Layout:
 
     @cached_property
     def plan(self) -> Plan:
-        own: list[Span] = []
         cross: list[tuple[Span, Span]] = []
         start, tail = 0, sum(self.prefixes)
         for size, tails in zip(self.prefixes, self.tails, strict=True):
-            own.append((start, start + size))
-            cross.append(((tail, tail + sum(tails)), own[-1]))
-            for length in tails:
-                own.append((tail, tail + length))
-                tail += length
+            cross.append(((tail, tail + sum(tails)), (start, start + size)))
+            tail += sum(tails)
             start += size
         full = [pair for pair in cross if all(a < b for a, b in pair)]
-        return Plan(tuple((a, b) for a, b in own if a < b), tuple(full), tail)
+        lengths = [*self.prefixes, *(length for tails in self.tails for length in tails)]
+        return Plan(tuple(_runs(lengths)), tuple(full), tail)
+
+
+def _runs(lengths: Sequence[int]) -> Iterator[Run]:
+    """Equal neighbours of a row of segments as one run each; empty segments are left out."""
+    start = 0
+    for length, same in groupby(length for length in lengths if length):
+        count = len(list(same))
+        yield start, length, count
+        start += length * count
+
+
+def _stacked(x: Tensor, run: Run) -> Tensor:
+    """A view of a run's segments as a batch: [1, H, T, ...] -> [count, H, length, ...]."""
+    start, length, count = run
+    return x[:, :, start : start + length * count].unflatten(2, (count, length)).transpose(1, 2)[0]
 
 
 def position_ids(layout: Layout) -> Tensor:
@@ -213,8 +227,10 @@ class _PackedAttention(torch.autograd.Function):
         attend, _ = _kernels(q.device)
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        for a, b in plan.own:
-            out[:, :, a:b], lse[:, :, a:b] = attend(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], True, scale)
+        for run in plan.own:
+            parts = attend(*(_stacked(x, run) for x in (q, k, v)), True, scale)
+            for whole, made in zip((out, lse), parts, strict=True):
+                _stacked(whole, run).copy_(made)
         for (a, b), (c, d) in plan.cross:
             far_out, far = attend(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], False, scale)
             near_out, near = out[:, :, a:b].to(lse.dtype), lse[:, :, a:b]
@@ -232,19 +248,17 @@ class _PackedAttention(torch.autograd.Function):
         grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
-        def part(query: Span, key: Span, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-            (a, b), (c, d) = query, key
+        for run in ctx.plan.own:
+            *parts, normaliser = (_stacked(x, run) for x in (grad, q, k, v, out, lse))
+            made = attend_backward(*parts, normaliser.contiguous(), True, ctx.scale)
+            for whole, part in zip((dq, dk, dv), made, strict=True):
+                _stacked(whole, run).copy_(part)
+        for (a, b), (c, d) in ctx.plan.cross:
             mine = (x[:, :, a:b] for x in (grad, q))
             theirs = (x[:, :, c:d] for x in (k, v))
-            return attend_backward(
-                *mine, *theirs, out[:, :, a:b], lse[:, :, a:b].contiguous(), causal, ctx.scale
-            )
-
-        for a, b in ctx.plan.own:
-            dq[:, :, a:b], dk[:, :, a:b], dv[:, :, a:b] = part((a, b), (a, b), True)
-        for tails, (c, d) in ctx.plan.cross:
-            near, far_key, far_value = part(tails, (c, d), False)
-            dq[:, :, tails[0] : tails[1]] += near
+            ends = out[:, :, a:b], lse[:, :, a:b].contiguous()
+            near, far_key, far_value = attend_backward(*mine, *theirs, *ends, False, ctx.scale)
+            dq[:, :, a:b] += near
             dk[:, :, c:d] += far_key
             dv[:, :, c:d] += far_value
         return dq, dk, dv, None, None

@@ -120,7 +120,7 @@ def launch(run: RunConfig) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.2,
-        logs_specs=DefaultLogsSpecs(),
+        logs_specs=DefaultLogsSpecs(log_dir=str(run.folder / "torchrun")),
     )
     path = str(run.folder / CONFIG_FILE)
     try:

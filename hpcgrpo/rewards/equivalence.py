@@ -1,33 +1,19 @@
-"""Whether two final answers mean the same: structure by text, formulas by math-verify's parser.
+"""Whether two final answers mean the same: structure by text, formulas by `formulas`.
 
-Runs in a process of `grading.Grader` alone: nothing here bounds its own time or memory. This is the one
-module that imports math_verify and sympy.
+Runs in a process of `grading.Grader` alone: nothing here bounds its own time or memory.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from collections.abc import Sequence
-from fractions import Fraction
-from functools import lru_cache
 from typing import Any
 
 import sympy
-from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
-from latex2sympy2_extended.latex2sympy2 import ConversionConfig
-from math_verify import LatexExtractionConfig, parse, verify
-from math_verify.grader import should_treat_as_complex
-from sympy.concrete.expr_with_limits import ExprWithLimits
-from sympy.core.function import AppliedUndef
 
-from hpcgrpo.rewards.answers import decimal_value, embraced, pmod_free, rounds_to, settle, tidy, without_unit
-
-MAX_LOG10 = 1e5  # larger numbers are not computed, only compared as text
-MAX_DEPTH = 25  # of brackets; the parser's time grows steeply with it
-DIGITS = 50
-POINTS = 6
+from hpcgrpo.rewards.answers import embraced, pmod_free, settle, tidy, without_unit
+from hpcgrpo.rewards.formulas import by_math_verify, formulas_equal, sample_points, tree_of, value_at
 
 _OPENING, _CLOSING = "([{", ")]}"
 _TRIG = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
@@ -42,10 +28,6 @@ _FUNCTIONS = re.compile(
     r"(?<![\\a-zA-Z])(sin|cos|tan|cot|sec|csc|ln|log|exp|arcsin|arccos|arctan|sqrt|pi)(?![a-zA-Z])"
 )
 _SETS = re.compile(r"\\(?:cup|cap|setminus|backslash|mathbb)(?![a-z])|\\in(?![a-z])|\\mid|\|\s*\\?[a-z]")
-_SPELLING = NormalizationConfig(
-    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last", equations=False
-)
-_BOX = LatexExtractionConfig(boxed_match_priority=0, normalization_config=_SPELLING)
 
 
 def equal(gold: str, prediction: str) -> bool:
@@ -170,17 +152,17 @@ def _single(gold: str, prediction: str) -> bool:
             _interval(t) or t if r else t for t, r in zip((gold, prediction), relations, strict=True)
         )
         if len(_tokens(gold)) > 1 or len(_tokens(prediction)) > 1:
-            return not _equation(gold + prediction) and _by_math_verify(gold, prediction)
+            return not _equation(gold + prediction) and by_math_verify(gold, prediction)
     brackets = _bracketed(gold), _bracketed(prediction)
     if any(b and len(b[2]) > 1 for b in brackets):
         if all(brackets):
             return _brackets_equal(*brackets)  # type: ignore[arg-type]
-        return bool(_SETS.search(gold + prediction)) and _by_math_verify(gold, prediction)
+        return bool(_SETS.search(gold + prediction)) and by_math_verify(gold, prediction)
     if re.fullmatch(r"[A-Za-z]{3,}", gold) and gold.casefold() == prediction.casefold():
         return True
     if _WORDS.fullmatch(gold) or _WORDS.fullmatch(prediction):
         return gold.casefold() == prediction.casefold()
-    return _formulas_equal(gold, prediction)
+    return formulas_equal(gold, prediction)
 
 
 def _equation(text: str) -> bool:
@@ -208,7 +190,7 @@ def _answer_side(gold: str, prediction: str) -> tuple[str, str]:
     if len(sides[1]) > 1 and len(sides[0]) == 1:
         first, last = sides[1][0], sides[1][-1]
         claims = not re.search(r"[A-Za-z]", re.sub(r"\\[a-z]+", "", first))  # 8 = 7 is no way to say 7
-        return gold, prediction if claims and not _formulas_equal(first, last) else last
+        return gold, prediction if claims and not formulas_equal(first, last) else last
     if named[0] and len(sides[1]) == 1:
         return sides[0][-1], prediction
     if all(named) and sides[0][0].replace(" ", "") == sides[1][0].replace(" ", ""):
@@ -233,7 +215,7 @@ def _tokens(text: str) -> list[str]:
 def _differences(text: str) -> list[tuple[str, Any]]:
     """A chain of relations as (sign, tree) pairs: `tree = 0`, `tree < 0` or `tree <= 0`."""
     tokens = _tokens(text)
-    trees = [_tree(t) for t in tokens[::2]]
+    trees = [tree_of(t) for t in tokens[::2]]
     pairs = []
     for i, sign in enumerate(tokens[1::2]):
         left, right = trees[i], trees[i + 1]
@@ -253,7 +235,7 @@ def _relations_equal(gold: str, prediction: str) -> bool:
     try:
         golds, predictions = _differences(gold), _differences(prediction)
     except (ValueError, TypeError):
-        return _by_math_verify(gold, prediction)
+        return by_math_verify(gold, prediction)
     if len(golds) != len(predictions):
         return False
     return all(
@@ -264,8 +246,8 @@ def _relations_equal(gold: str, prediction: str) -> bool:
 
 def _proportional(a: Any, b: Any, any_sign: bool) -> bool:
     ratios = []
-    for point in _points((a, b)):
-        x, y = _value(a, point), _value(b, point)
+    for point in sample_points((a, b)):
+        x, y = value_at(a, point), value_at(b, point)
         if x is None or y is None or abs(y) < 1e-30 or abs(x) < 1e-30:
             return False
         ratios.append(x / y)
@@ -294,160 +276,6 @@ def _interval(text: str) -> str | None:
     return f"{'[' if low[1] != '<' else '('}{low[0]},{high[0]}{']' if high[1] != '<' else ')'}"
 
 
-# ---------------------------------------------------------------------------------------------- formulas
-
-
-def _formulas_equal(gold: str, prediction: str) -> bool:
-    a, b = _tree(gold), _tree(prediction)
-    if a is None or b is None:
-        return False
-    if isinstance(a, sympy.MatrixBase) and isinstance(b, sympy.MatrixBase):
-        return a.shape == b.shape and all(
-            _trees_equal(x, y, "", "") for x, y in zip(a.flat(), b.flat(), strict=True)
-        )
-    if not isinstance(a, sympy.Expr) or not isinstance(b, sympy.Expr):
-        return _by_math_verify(gold, prediction)
-    return _trees_equal(a, b, gold, prediction)
-
-
-def _trees_equal(a: Any, b: Any, gold: str, prediction: str) -> bool:
-    if a == b:
-        return not a.has(sympy.nan, sympy.zoo)
-    if any(_too_big(x) for x in (a, b)):
-        return False
-    if gold and any(x.free_symbols and x.has(ExprWithLimits) for x in (a, b)):
-        return _by_math_verify(gold, prediction)
-    found = [_agree(a, b, point, gold, prediction) for point in _points((a, b))]
-    if None in found and not any(f is False for f in found):
-        return bool(gold) and _by_math_verify(gold, prediction)
-    return all(found)
-
-
-def _agree(a: Any, b: Any, point: dict[Any, Any], gold: str, prediction: str) -> bool | None:
-    if not point:
-        a, b = a.doit(), b.doit()
-        if a.is_Rational and b.is_Rational:  # exactly: 2^{2007} - 1 is not 2^{2007}
-            return bool(a == b) or _rounded(gold, b) or _rounded(prediction, a)
-    x, y = _value(a, point), _value(b, point)
-    if x is None or y is None:
-        return None
-    if any(v < 0 for v in point.values()) and (abs(sympy.im(x)) + abs(sympy.im(y))) > 0:
-        return True  # \sqrt{1/n} and 1/\sqrt{n} part where neither is real
-    if abs(x - y) <= sympy.Float(10) ** -30 * max(abs(x), abs(y)):
-        return True
-    if point:
-        return False
-    return _vanishes(a, b) or _rounded(gold, y) or _rounded(prediction, x)
-
-
-def _vanishes(a: Any, b: Any) -> bool:
-    """A difference that shrinks with the precision is zero (`\\sqrt{2}^2 - 2` against 0)."""
-    small = [abs(sympy.N(a - b, n)) for n in (DIGITS, 2 * DIGITS)]
-    return bool(small[1] <= small[0] * sympy.Float(10) ** -(DIGITS // 2)) and bool(small[0] < 1e-20)
-
-
-def _rounded(text: str, exact: Any) -> bool:
-    decimal = decimal_value(text)
-    if decimal is None or sympy.im(exact) != 0:
-        return False
-    return rounds_to(Fraction(str(sympy.Rational(sympy.re(exact)))), decimal)
-
-
-def _points(trees: Sequence[Any]) -> list[dict[Any, Any]]:
-    """Where to compare: the same for the same names, positive first, then of both signs."""
-    names = sorted({s for t in trees for s in t.free_symbols}, key=str)
-    if not names:
-        return [{}]
-    draw = random.Random("/".join(map(str, names)))
-    points = []
-    for i in range(POINTS):
-        signs = [1 if i < POINTS - 2 else -1 if i == POINTS - 1 else (-1) ** n for n in range(len(names))]
-        points.append(
-            {n: sympy.Float(s * draw.uniform(0.2, 2.3), DIGITS) for n, s in zip(names, signs, strict=True)}
-        )
-    return points
-
-
-def _value(tree: Any, point: dict[Any, Any]) -> Any:
-    value = sympy.N(tree.subs(point) if point else tree, DIGITS)
-    return value if value.is_number and value.is_finite and not value.free_symbols else None
-
-
-@lru_cache(maxsize=256)  # a group's answers share the reference
-def _tree(text: str) -> Any:
-    """The unevaluated expression, decimals as rationals, `i` as the imaginary unit; None if unreadable."""
-    if _too_hard_to_read(text):
-        return None
-    text = re.sub(r"(?<![a-zA-Z\\])i\s*\(", r"i \\cdot (", text).replace(r"\log_e", r"\ln")
-    text = re.sub(r"(?<![\d.}\\])(\d+) (\d+)\s*/\s*(\d+)", r"\1\\frac{\2}{\3}", text)
-    text = normalize_latex(text, _SPELLING)
-    try:
-        tree = latex2sympy(
-            text,
-            is_real=not should_treat_as_complex(text),
-            normalization_config=None,
-            conversion_config=ConversionConfig(lowercase_symbols=False),
-        )
-    except (MemoryError, RecursionError):
-        raise
-    except Exception:  # the parser raises whatever it meets
-        return None
-    return _exact(tree)
-
-
-def _exact(tree: Any) -> Any:
-    if isinstance(tree, sympy.MatrixBase):
-        return tree.applyfunc(_exact)
-    if not isinstance(tree, sympy.Expr):
-        return tree
-    imaginary = {s: sympy.I for s in tree.free_symbols if s.name == "i"}
-    names = {f: sympy.Symbol(str(f)) for f in tree.atoms(AppliedUndef)}
-    floats = {f: sympy.Rational(str(f)) for f in tree.atoms(sympy.Float)}
-    replacements = {**names, **imaginary, **floats}
-    return tree.xreplace(replacements) if replacements else tree
-
-
-def _too_hard_to_read(text: str) -> bool:
-    depth = deepest = 0
-    for char in text:
-        depth += (char in _OPENING) - (char in _CLOSING)
-        deepest = max(deepest, depth)
-    return deepest > MAX_DEPTH or ("binom" in text and bool(re.search(r"\d{5}|[\^!]", text)))
-
-
-def _too_big(tree: Any) -> bool:
-    """A power, factorial or product anywhere whose size forbids computing it."""
-    for node in sympy.preorder_traversal(tree):
-        if isinstance(node, sympy.Pow | sympy.factorial | sympy.exp) and not node.free_symbols:
-            size = _log10(node)
-            if size is None or abs(size) > MAX_LOG10:
-                return True
-    return False
-
-
-def _log10(tree: Any) -> float | None:
-    """Roughly log10 of the size of a number written with powers and factorials; None if beyond a float."""
-    try:
-        size = _log10_of(tree)
-    except (OverflowError, RecursionError):
-        return None
-    return size if math.isfinite(size) else None
-
-
-def _log10_of(tree: Any) -> float:
-    if tree.is_Rational:
-        return (math.log10(abs(tree.p)) if tree.p else 0.0) - math.log10(tree.q)
-    if isinstance(tree, sympy.Pow | sympy.exp):
-        base, exponent = tree.as_base_exp() if isinstance(tree, sympy.Pow) else (sympy.E, tree.args[0])
-        return _log10_of(base) * 10 ** min(_log10_of(exponent), 300)
-    if isinstance(tree, sympy.factorial):
-        size = 10 ** min(_log10_of(tree.args[0]), 300)
-        return size * math.log10(max(size, 1))
-    if tree.is_Mul:
-        return sum(_log10_of(a) for a in tree.args)
-    return max((_log10_of(a) for a in tree.args), default=0.5)
-
-
 def warm_up() -> None:
     """Fills the parser's caches, which processes forked from this one then share."""
     for gold, prediction in (
@@ -456,14 +284,3 @@ def warm_up() -> None:
         ("y=2", "2-y=1"),
     ):
         equal(gold, prediction)
-
-
-def _by_math_verify(gold: str, prediction: str) -> bool:
-    """math-verify's own comparison, for sets, unions and relations."""
-    sides = [
-        parse(rf"\boxed{{{t}}}", [_BOX], fallback_mode="no_fallback", parsing_timeout=None)
-        for t in (gold, prediction)
-    ]
-    if not all(sides):
-        return False
-    return bool(verify(*sides, timeout_seconds=None, allow_set_relation_comp=True))

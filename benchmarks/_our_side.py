@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from _side import StepClock
 
-from hpcgrpo.config import RunConfig, parse
+from hpcgrpo.config import parse
 from hpcgrpo.journal import Journal
+from hpcgrpo.sections import RunConfig
 from hpcgrpo.train import Run, assemble, join, steps, write_profile
 
 REWARD = f"{Path(__file__).with_name('_side.py')}:digits"

@@ -9,7 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hpcgrpo.config import ConfigError, RunConfig, arithmetic
+from hpcgrpo.arithmetic import arithmetic
+from hpcgrpo.config import ConfigError
+from hpcgrpo.sections import RunConfig
 from hpcgrpo.tasks import Row, build_prompts, build_renderer, load_rows
 
 

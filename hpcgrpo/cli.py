@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Every command with its arguments and help."""
     top = argparse.ArgumentParser(
         prog="hpcgrpo",
         description="Train reasoning language models with the GRPO family (GRPO, iGRPO, CPPO, ...).",
@@ -111,6 +112,7 @@ def rank(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
+    """Show what follows from a configuration, without starting anything."""
     from hpcgrpo import checks, config
 
     run = config.load(arguments.config, arguments.overrides)
@@ -123,6 +125,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def show_algorithms(arguments: argparse.Namespace) -> int:
+    """The table of options, from the signatures of the algorithms."""
     from hpcgrpo import algorithms, checks
 
     rows = [r._asdict() for r in algorithms.describe()]
@@ -139,6 +142,7 @@ def show_algorithms(arguments: argparse.Namespace) -> int:
 
 
 def quickstart(arguments: argparse.Namespace) -> int:
+    """The embedded default, from nothing to a table and a picture."""
     from hpcgrpo import quickstart
 
     return quickstart.run(
@@ -150,6 +154,7 @@ def quickstart(arguments: argparse.Namespace) -> int:
 
 
 def import_gguf(arguments: argparse.Namespace) -> int:
+    """A model folder from a GGUF file."""
     from hpcgrpo import gguf
 
     gguf.import_gguf(arguments.source, arguments.folder)

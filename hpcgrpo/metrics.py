@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
@@ -119,3 +119,33 @@ def _mean_over(name: str, steps: Sequence[Mapping[str, float]]) -> int:
 def _extreme(name: str) -> str:
     ending = name.rpartition("/")[2]
     return ending if ending in ("min", "max") else ""
+
+
+def rollout_rows(credited: Credited) -> Iterator[dict[str, Any]]:
+    """Everything that was sampled in a step, as it is kept on disk."""
+    for g, group in enumerate(credited.groups):
+        for draft in group.drafts:
+            yield _rollout_row(draft, stage="draft")
+        for i, rollout in enumerate(group.rollouts):
+            advantage, kept = credited.advantages[g][i], i in credited.kept[g]
+            yield _rollout_row(rollout, stage="sample", advantage=advantage, kept=kept)
+
+
+def _rollout_row(rollout: Rollout, **more: Any) -> dict[str, Any]:
+    prompt, completion = rollout.prompt, rollout.completion
+    return {
+        "position": prompt.position,
+        "row": prompt.row,
+        **more,
+        "reward": rollout.reward,
+        "rewards": dict(rollout.score.parts),
+        "outcomes": dict(rollout.score.outcomes),
+        "answer": prompt.columns.get("answer"),
+        "prompt": prompt.text,
+        "completion": completion.text,
+        "finish_reason": completion.finish_reason,
+        "seed": completion.seed,
+        "weights_version": completion.weights_version,
+        "token_ids": completion.token_ids,
+        "logprobs": [round(x, 6) for x in completion.logprobs],
+    }

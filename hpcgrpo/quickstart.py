@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcgrpo import config
-from hpcgrpo.config import RunConfig
+from hpcgrpo.arithmetic import arithmetic
 from hpcgrpo.journal import read_metrics, write_atomically
 from hpcgrpo.launch import local
+from hpcgrpo.sections import RunConfig
 
 GRPO = {"name": "grpo", "num_generations": 8}  # as many completions of a prompt as iGRPO's 4 drafts + 4
 COLORS = {"iGRPO 4 + 4": "#c2452d", "GRPO 8": "#2d6fc2"}
@@ -55,7 +56,7 @@ def configurations(seed: int, output_dir: str, overrides: Sequence[str]) -> dict
         "model_name_or_path": str(warm),
         "name": f"quickstart-igrpo-seed{seed}",
     }
-    sampled = config.arithmetic(igrpo, igrpo.build_algorithm(), rows=None).completions_per_step
+    sampled = arithmetic(igrpo, igrpo.build_algorithm(), rows=None).completions_per_step
     grpo = values | {"name": f"quickstart-grpo-seed{seed}", "algorithm": GRPO}
     grpo["train"] = values["train"] | {"train_batch_size": sampled}
     return {"iGRPO 4 + 4": config.parse(values), "GRPO 8": config.parse(grpo)}
@@ -74,6 +75,7 @@ def _warm_start(arm: RunConfig, folder: Path, seed: int) -> None:
 
 
 def say(text: str) -> None:
+    """Progress goes to stderr, so that stdout holds the result alone."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -102,6 +104,7 @@ def summarise(arms: Mapping[str, RunConfig]) -> dict[str, Any]:
 
 
 def show(summary: Mapping[str, Any]) -> None:
+    """Print the summary as a table, with what may be read from it."""
     from rich.console import Console
     from rich.table import Table
 

@@ -17,17 +17,20 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hpcgrpo import profiler, rewards
 from hpcgrpo.algorithms.base import Algorithm
-from hpcgrpo.config import Arithmetic, ConfigError, RunConfig, arithmetic
+from hpcgrpo.arithmetic import Arithmetic, arithmetic
+from hpcgrpo.config import ConfigError
 from hpcgrpo.generation.transformers import TransformersGenerator
 from hpcgrpo.heldout import evaluate
 from hpcgrpo.journal import Journal, ProgressLine, claim, write_atomically
 from hpcgrpo.learning import checkpoint
 from hpcgrpo.learning.fsdp import FsdpLearner, export
 from hpcgrpo.learning.schedule import schedule
+from hpcgrpo.metrics import rollout_rows
 from hpcgrpo.profiler import Profile
+from hpcgrpo.sections import RunConfig
 from hpcgrpo.tasks import Prompts, Renderer, build_prompts, build_renderer, load_rows
 from hpcgrpo.trainer import Progress, Setup, StepRecord, Trainer
-from hpcgrpo.types import Prompt, Rollout
+from hpcgrpo.types import Prompt
 
 GATHER_MINUTES = 60  # how long a rank waits for the slowest one, on gloo
 
@@ -180,6 +183,7 @@ def held_out_prompts(config: RunConfig, renderer: Renderer) -> list[Prompt]:
 
 
 def build_learner(config: RunConfig, algorithm: Algorithm, device: torch.device) -> FsdpLearner:
+    """The learner, with what the configuration leaves to the device decided."""
     train, gpu = config.train, device.type == "cuda"
     return FsdpLearner(
         config.model_name_or_path,
@@ -219,6 +223,7 @@ def build_generator(
 
 
 def learning_rate(config: RunConfig, counts: Arithmetic) -> Any:
+    """The learning rate as a function of the optimizer steps taken."""
     train, total = config.train, counts.total_updates
     warmup = train.warmup_steps if train.warmup_steps is not None else round(total * train.warmup_ratio)
     factor = schedule(
@@ -232,6 +237,7 @@ def learning_rate(config: RunConfig, counts: Arithmetic) -> Any:
 
 
 def setup(config: RunConfig, counts: Arithmetic) -> Setup:
+    """What the loop needs of configuration and counts."""
     length = counts.max_model_length
     default_budget = max(length, 16384 if config.device != "cpu" and torch.cuda.is_available() else 4096)
     return Setup(
@@ -292,6 +298,7 @@ def steps(run: Run) -> Iterator[StepRecord]:
 
 
 def held_out(run: Run) -> dict[str, float]:
+    """Held-out metrics at the present weights; collective."""
     settings = run.config.eval
     assert settings is not None
     template = settings.refine_template or refine_template(run.algorithm.options)
@@ -354,41 +361,9 @@ def lead(run: Run) -> None:
         for record in steps(run):
             journal.metrics(record.step, record.metrics)
             if record.credited is not None:
-                journal.rollouts(record.step, rollout_rows(record))
+                journal.rollouts(record.step, rollout_rows(record.credited))
                 progress.step(record.step, record.metrics)
                 write_profile(run, record.metrics)
-
-
-def rollout_rows(record: StepRecord) -> Iterator[dict[str, Any]]:
-    """Everything that was sampled, as it is kept on disk."""
-    assert record.credited is not None
-    credited = record.credited
-    for g, group in enumerate(credited.groups):
-        for draft in group.drafts:
-            yield _rollout_row(draft, stage="draft")
-        for i, rollout in enumerate(group.rollouts):
-            advantage, kept = credited.advantages[g][i], i in credited.kept[g]
-            yield _rollout_row(rollout, stage="sample", advantage=advantage, kept=kept)
-
-
-def _rollout_row(rollout: Rollout, **more: Any) -> dict[str, Any]:
-    prompt, completion = rollout.prompt, rollout.completion
-    return {
-        "position": prompt.position,
-        "row": prompt.row,
-        **more,
-        "reward": rollout.reward,
-        "rewards": dict(rollout.score.parts),
-        "outcomes": dict(rollout.score.outcomes),
-        "answer": prompt.columns.get("answer"),
-        "prompt": prompt.text,
-        "completion": completion.text,
-        "finish_reason": completion.finish_reason,
-        "seed": completion.seed,
-        "weights_version": completion.weights_version,
-        "token_ids": completion.token_ids,
-        "logprobs": [round(x, 6) for x in completion.logprobs],
-    }
 
 
 def write_profile(run: Run, metrics: Mapping[str, float]) -> None:

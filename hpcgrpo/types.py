@@ -155,4 +155,5 @@ def stable_seed(*parts: int | str) -> int:
 
 
 def flatten(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    """The items of all rows, in order."""
     return [item for row in rows for item in row]

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from hpcgrpo import config
+from hpcgrpo.arithmetic import Arithmetic, arithmetic
 from hpcgrpo.config import ConfigError
+from hpcgrpo.sections import RunConfig
 
 MINIMAL = """
 name: run
@@ -19,7 +21,7 @@ train: {per_device_train_batch_size: 8}
 """
 
 
-def load(*overrides: str, text: str = MINIMAL) -> config.RunConfig:
+def load(*overrides: str, text: str = MINIMAL) -> RunConfig:
     return config.load(None, overrides, text=text)
 
 
@@ -88,9 +90,9 @@ def test_environment_variables_stand_in_paths(monkeypatch: pytest.MonkeyPatch) -
     assert load("data.path=$HPCGRPO_DATA/x.jsonl").data.path == "/data/x.jsonl"
 
 
-def counts(*overrides: str, rows: int | None = 7500, text: str = MINIMAL) -> config.Arithmetic:
+def counts(*overrides: str, rows: int | None = 7500, text: str = MINIMAL) -> Arithmetic:
     run = load(*overrides, text=text)
-    return config.arithmetic(run, run.build_algorithm(), rows)
+    return arithmetic(run, run.build_algorithm(), rows)
 
 
 PAPER = MINIMAL.replace(

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcgrpo import checks
-from hpcgrpo.config import ConfigError, RunConfig, load, to_yaml
+from hpcgrpo.config import ConfigError, load, to_yaml
 from hpcgrpo.journal import claim, write_atomically
+from hpcgrpo.sections import RunConfig
 
 CONFIG_FILE = "config.yaml"
 USER_ERROR = 2  # a rank's exit code for what the user can mend; it has said so itself

@@ -45,6 +45,7 @@ def last_box(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
+    """The last number that stands in a text, None where there is none."""
     found = None
     for match in _LAST_NUMBER.finditer(text):
         found = match.group() or found
@@ -263,4 +264,5 @@ def settle(gold: str, prediction: str) -> bool | None:
 
 
 def pmod_free(text: str) -> str:
+    """A congruence without its modulus in brackets, which says nothing of the answer."""
     return _PMOD.sub("", text)

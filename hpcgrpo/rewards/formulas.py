@@ -36,6 +36,7 @@ _BOX = LatexExtractionConfig(boxed_match_priority=0, normalization_config=_SPELL
 
 
 def formulas_equal(gold: str, prediction: str) -> bool:
+    """Whether two formulas are equal as expressions or matrices; False for what cannot be read."""
     a, b = tree_of(gold), tree_of(prediction)
     if a is None or b is None:
         return False
@@ -107,6 +108,7 @@ def sample_points(trees: Sequence[Any]) -> list[dict[Any, Any]]:
 
 
 def value_at(tree: Any, point: dict[Any, Any]) -> Any:
+    """A formula's value at a point, to many digits."""
     value = sympy.N(tree.subs(point) if point else tree, DIGITS)
     return value if value.is_number and value.is_finite and not value.free_symbols else None
 

@@ -274,6 +274,7 @@ class Prompts:
 
 @lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, size: int) -> list[int]:
+    """The permutation of an epoch's rows, which seed and epoch alone decide."""
     return random.Random(stable_seed("order", seed, epoch)).sample(range(size), size)
 
 

@@ -290,7 +290,8 @@ def steps(run: Run) -> Iterator[StepRecord]:
         now = time.perf_counter()
         metrics |= {f"timing_s/{name}": seconds for name, seconds in phases.items()}
         metrics |= {"step_time": now - began, "epoch": trainer.progress.position / len(trainer.prompts)}
-        metrics["perf/completions_per_second"] = metrics["completions/sampled"] / (now - began)
+        working = now - began - phases.get("evaluate", 0.0) - phases.get("save", 0.0)
+        metrics["perf/completions_per_second"] = metrics["completions/sampled"] / working
         metrics["perf/peak_memory_gb"] = max(trainer.ranks.gather(profiler.peak_memory_gb()))
         began = now
         yield StepRecord(record.step, metrics, record.credited)

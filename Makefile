@@ -18,6 +18,7 @@ export HF_HOME ?= $(CACHE)/huggingface
 export MPLCONFIGDIR ?= $(CACHE)/matplotlib
 export TORCHINDUCTOR_CACHE_DIR ?= $(CACHE)/torchinductor
 export TRITON_CACHE_DIR ?= $(CACHE)/triton
+export FONTCONFIG_FILE ?= $(CACHE)/fonts.conf
 
 # uv reads neither pip's settings nor pip's form of a list.
 comma := ,
@@ -47,10 +48,10 @@ help:  ## this list
 	  "VENV=$(VENV)  where the environment lies" "USE_UV=1  install with uv instead of pip" \
 	  "ARGS='...'  further arguments for hpcgrpo quickstart, pytest or the benchmark"
 
-quickstart: $(VENV)/.installed  ## install, then train a small model on the CPU and show what it learnt
+quickstart: $(VENV)/.installed .cache/fonts.conf  ## install, then train a small model on the CPU and show what it learnt
 	$(VENV)/bin/hpcgrpo quickstart $(ARGS)
 
-test: $(VENV)/.installed-dev  ## every test
+test: $(VENV)/.installed-dev .cache/fonts.conf  ## every test
 	$(VENV)/bin/python -m pytest --basetemp="$(CACHE)/pytest" $(ARGS)
 
 check: lint fast  ## what a commit must pass: lint, format, types, layers, the fast tests
@@ -61,7 +62,7 @@ lint: $(VENV)/.installed-dev  ## the checks that run nothing: lint, format, type
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-fast: $(VENV)/.installed-dev  ## the tests that are not marked slow
+fast: $(VENV)/.installed-dev .cache/fonts.conf  ## the tests that are not marked slow
 	$(VENV)/bin/python -m pytest --basetemp="$(CACHE)/pytest-fast" -m "not slow" $(ARGS)
 
 bench: $(VENV)/.installed  ## one training step beside TRL's GRPOTrainer (its own environment: .venv-trl)
@@ -81,6 +82,10 @@ $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	@echo "installing hpcgrpo and its development tools into $(VENV): minutes, and 1.3 GB with the CPU build of torch"
 	$(call install,$(VENV)) -e '.[dev]'
 	@touch $(VENV)/.installed $@
+
+# matplotlib asks fontconfig for fonts, which then writes a cache of its own; matplotlib's fonts are enough.
+.cache/fonts.conf:
+	@mkdir -p .cache && echo '<fontconfig/>' > $@
 
 %/bin/python:
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

@@ -23,7 +23,10 @@ os.environ["WANDB_MODE"] = "offline"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast tests first, so that a plain mistake shows within seconds."""
+    """Fast tests first, so that a plain mistake shows within seconds; slow ones get time on a busy machine."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
 
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from hpcgrpo.generation.cache import ATTENTION, Slab
+from hpcgrpo.generation.decode import PLAIN_DECODERS, PlainDecoder
 from hpcgrpo.types import Completion, Request, Sampling
 
-PLAIN_DECODERS = ("llama", "qwen2", "qwen3")  # embedding, layers, norm, head, and nothing else
 COMPACT_AT = 1 / 8  # share of ended rows at which they are taken out; moving them costs less than one step
 
 
@@ -51,6 +51,8 @@ class TransformersGenerator:
             )
         model.set_attn_implementation(ATTENTION)
         self.model, self.decode, self.max_batch_tokens = model, decode, max_batch_tokens
+        plain = model.config.model_type in PLAIN_DECODERS
+        self._decoder = PlainDecoder(model) if plain else None
         self.weights_version = 0
         self._whole = True  # False once an update broke off half-way
         self._is_eos = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=model.device)
@@ -169,29 +171,12 @@ class TransformersGenerator:
         if mask is not None:
             mask = mask[:live, :, :, : cache.get_seq_length() + 1]
         ids, positions = tokens[:, None], rows.positions[:live]
-        if self.model.config.model_type in PLAIN_DECODERS:
-            logits = self._decode_step(ids, positions, mask, cache)
+        if self._decoder is not None:
+            logits = self._decoder.step(ids, positions, mask, cache.layers)
         else:
             logits = self._last_logits(ids, cache, attention_mask=mask, position_ids=positions)
         rows.positions += 1
         return logits
-
-    def _decode_step(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
-        """What the model's forward does for one token a row, without its bookkeeping, which costs as much again
-        as the arithmetic of a small model."""
-        decoder = self.model.model
-        hidden = decoder.embed_tokens(ids)
-        rotary = decoder.rotary_emb(hidden, position_ids=positions)
-        for layer in decoder.layers:
-            hidden = layer.forward(
-                hidden,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                position_embeddings=rotary,
-            )
-        return self.model.lm_head(decoder.norm(hidden))[:, -1]
 
     def _last_logits(self, ids: Tensor, cache: Cache, **options: Tensor | None) -> Tensor:
         out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,12 @@ def rank(arguments: argparse.Namespace) -> int:
     run = config.load(arguments.config_file)
     from hpcgrpo.train import rank_main
 
-    rank_main(run)
+    try:
+        rank_main(run)
+    except ValueError:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(3)  # rank 0 most likely has the same to say, and its end ends this one
+        raise
     return 0
 
 

@@ -160,9 +160,9 @@ class ProgressLine:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show one step: reward, length, samples a second, and the time left from the last steps' median."""
         self.seconds.append(metrics["step_time"])
+        reward = f"reward {metrics['reward']:.3f}" if "reward" in metrics else "no group to learn from"
         said = (
-            f"reward {metrics.get('reward', float('nan')):.3f}"
-            f" length {metrics.get('completions/mean_length', 0):.0f}"
+            f"{reward} length {metrics.get('completions/mean_length', 0):.0f}"
             f" {metrics['perf/completions_per_second']:.1f} samples/s"
         )
         if self.bar is not None:

@@ -214,6 +214,11 @@ def build_generator(
     ends = model.generation_config.eos_token_id if model.generation_config else None
     ends = ends if ends is not None else tokenizer.eos_token_id
     ends = [ends] if isinstance(ends, int) else list(ends or ())
+    if not all(0 <= end < model.config.vocab_size for end in ends):
+        raise ConfigError(
+            f"model_name_or_path {config.model_name_or_path}: end-of-sequence ids {ends}, but a vocabulary of"
+            f" {model.config.vocab_size}; set eos_token_id in generation_config.json"
+        )
     return TransformersGenerator(
         model,
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),

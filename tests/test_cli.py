@@ -17,7 +17,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def refused(*arguments: str) -> str:
     """What a command that must fail says on stderr."""
-    done = hpcgrpo(*arguments, timeout_seconds=60)
+    done = hpcgrpo(*arguments)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("hpcgrpo: error: ")
@@ -86,6 +86,34 @@ def test_a_folder_in_use_by_a_live_run_is_left_alone(config: Path, tmp_path: Pat
         error = refused("train", str(config), f"output_dir={tmp_path}")
     assert "live run (pid 1 on here)" in error
     assert not (folder / "config.yaml").exists()
+
+
+def test_an_output_folder_that_cannot_be_written(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for output_dir in (tmp_path / "file", tmp_path / ("x" * 300)):
+        assert "cannot be written" in refused("train", str(config), f"output_dir={output_dir}")
+
+
+@pytest.mark.slow
+def test_a_damaged_model_and_a_reward_that_exits_end_the_run_with_a_message(
+    config: Path, tmp_path: Path
+) -> None:
+    """What only a rank can find: missing tensors would be filled with random numbers by transformers."""
+    from runs import make_model
+    from safetensors.torch import load_file, save_file
+
+    output = f"output_dir={tmp_path}/logs"
+    model = make_model(tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights.pop("model.norm.weight")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    error = refused("train", str(config), f"model_name_or_path={model}", output)
+    assert "1 weights are missing, such as model.norm.weight" in error
+    (model / "model.safetensors").write_bytes(b"junk" * 100)
+    assert "weights cannot be loaded" in refused("train", str(config), f"model_name_or_path={model}", output)
+    (tmp_path / "rewards.py").write_text("import sys\ndef leave(completions, **columns):\n    sys.exit(0)\n")
+    reward = f"rewards={{'{tmp_path}/rewards.py:leave': 1.0}}"
+    assert "reward leave raised SystemExit" in refused("train", str(config), reward, output)
 
 
 @pytest.mark.slow

@@ -49,6 +49,16 @@ def preflight(run: RunConfig, *, fresh: bool) -> None:
     Raises ValueError for what the user can mend: nothing of an earlier run is lost by it.
     """
     checks.inputs(run)
+    try:
+        _prepare(run, fresh)
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir {run.output_dir}: the run's folder {run.folder} cannot be written ({error}); set output_dir"
+            " to a folder of yours, on a disk with space"
+        ) from None
+
+
+def _prepare(run: RunConfig, fresh: bool) -> None:
     folder, existed = run.folder, run.folder.exists()
     lock = claim(folder)
     try:

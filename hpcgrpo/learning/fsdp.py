@@ -195,7 +195,7 @@ def sharded_policy(
         check_model(config)
     whole = None
     if dist.get_rank() == 0:
-        whole = AutoModelForCausalLM.from_pretrained(model_name_or_path, dtype=torch.float32)
+        whole = whole_model(model_name_or_path)
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attn_implementation
@@ -209,6 +209,32 @@ def sharded_policy(
     fully_shard(model, mesh=mesh, mp_policy=precision)
     model.to_empty(device=device)
     _fill(model, whole)
+    return model
+
+
+def whole_model(model_name_or_path: str) -> Any:
+    """The model with its weights in float32 on the CPU.
+
+    Raises ValueError for weights that are missing, damaged or of another shape: transformers would fill what is
+    missing with random numbers and go on.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            model_name_or_path, dtype=torch.float32, output_loading_info=True
+        )
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(
+            f"model_name_or_path {model_name_or_path}: its weights cannot be loaded ({error}); copy the folder anew"
+        ) from None
+    if info["missing_keys"]:
+        first = sorted(info["missing_keys"])[0]
+        raise ValueError(
+            f"model_name_or_path {model_name_or_path}: {len(info['missing_keys'])} weights are missing, such as"
+            f" {first}; copy the folder anew, or name a model of this architecture"
+        )
     return model
 
 

@@ -164,7 +164,7 @@ def _import(key: str, place: str) -> ModuleType:
         return _import_file(path)
     except ValueError:
         raise
-    except Exception as error:  # whatever the user's module raises
+    except (Exception, SystemExit) as error:  # whatever the user's module raises
         raise ValueError(f"rewards: {key}: {place} could not be imported: {error!r}") from error
 
 
@@ -227,7 +227,10 @@ def _call(
         values = reward.function(**accepted)
         if inspect.isawaitable(values):
             values = _finish(values)
-    except Exception as error:  # whatever a user's function raises
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # whatever a user's function raises; sys.exit would end the run quietly
         raise ValueError(f"reward {name} raised {type(error).__name__}: {error}") from error
     return _checked(name, values, len(prompts))
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hpcgrpo.algorithms.igrpo import template_of
 from hpcgrpo.arithmetic import arithmetic
 from hpcgrpo.config import ConfigError
 from hpcgrpo.sections import RunConfig
@@ -42,7 +43,11 @@ def model_config(name_or_path: str) -> Mapping[str, Any]:
         path = folder / "config.json"
         if not path.exists():
             raise ConfigError(f"model_name_or_path {name_or_path}: the folder holds no config.json")
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        check_weights(folder)
+        try:
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}; copy the model's folder anew") from None
     if name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1:
         raise ConfigError(f"model_name_or_path {name_or_path}: no such folder")
     cached = _from_cache(name_or_path)
@@ -52,6 +57,20 @@ def model_config(name_or_path: str) -> Mapping[str, Any]:
             " set; load it once where there is a network, or give a folder"
         )
     return json.loads(Path(cached).read_text(encoding="utf-8")) if cached else {}
+
+
+def check_weights(folder: Path) -> None:
+    """Whether a model's folder holds safetensors files whose headers and sizes are whole."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"model_name_or_path {folder}: the folder holds no *.safetensors file")
+    for file in files:
+        try:
+            safe_open(file, framework="np")
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file}: damaged ({error}); copy the model's folder anew") from None
 
 
 def _from_cache(name: str) -> str | None:
@@ -80,12 +99,9 @@ def check(run: RunConfig) -> dict[str, Any]:
     counts = arithmetic(run, algorithm, len(prompts))
     first = prompts.take(0, 1)[0]
     rendered = {"sample": first.text}
-    layer: Any = algorithm.options
-    while layer and "refine_template" not in layer:
-        layer = layer.get("base")
-    if layer:
+    template = template_of(algorithm.options)
+    if template is not None:
         draft = "<think>reasoning of the draft</think><answer>its answer</answer>"
-        template = layer["refine_template"]
         rendered = {
             "draft": first.text,
             "refinement": renderer.refine(

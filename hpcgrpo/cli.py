@@ -17,7 +17,11 @@ USER_ERROR = 2  # exit code for what the user can mend
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 on success, 2 for an error the user can mend, 1 for any other."""
-    arguments = parser().parse_args(argv)
+    arguments, rest = parser().parse_known_args(argv)
+    if rest and not ("overrides" in arguments and all("=" in r and not r.startswith("-") for r in rest)):
+        parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # overrides that follow an option
+        arguments.overrides = [*arguments.overrides, *rest]
     try:
         return int(arguments.run(arguments) or 0)
     except ValueError as error:
@@ -93,8 +97,7 @@ def train(arguments: argparse.Namespace) -> int:
     from hpcgrpo.launch import local
 
     run = config.load(arguments.config, arguments.overrides)
-    local.preflight(run, fresh=arguments.fresh)
-    return local.launch(run)
+    return local.launch(run) if local.preflight(run, fresh=arguments.fresh) else 0
 
 
 def rank(arguments: argparse.Namespace) -> int:
@@ -110,7 +113,7 @@ def rank(arguments: argparse.Namespace) -> int:
 
     try:
         rank_main(run)
-    except ValueError:
+    except Exception:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(3)  # rank 0 most likely has the same to say, and its end ends this one
         raise

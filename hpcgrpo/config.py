@@ -179,6 +179,8 @@ def _explain(source: str, error: Any, values: Any) -> str:
         return f"{source}: {key}: unknown key{_hint(where)}"
     if error["type"] == "missing":
         return f"{source}: {key}: required, but missing"
+    if error["type"] in ("model_type", "dict_type"):
+        return f"{source}: {key}: must be a mapping, such as {{name: ...}} (given: {error['input']!r})"
     message = error["msg"].removeprefix("Value error, ")
     given = error.get("input")
     shown = (

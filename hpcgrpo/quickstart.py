@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcgrpo import config
 from hpcgrpo.arithmetic import arithmetic
-from hpcgrpo.journal import read_metrics, write_atomically
+from hpcgrpo.journal import claim, read_metrics, write_atomically
 from hpcgrpo.launch import local
 from hpcgrpo.sections import RunConfig
 
@@ -25,14 +25,14 @@ def run(*, seed: int, output_dir: str, overrides: Sequence[str], as_json: bool) 
     home = Path(output_dir) / "quickstart"
     arms = configurations(seed, output_dir, overrides)
     warm = home / f"warm-start-seed{seed}"
-    began = time.monotonic()
+    began, lock = time.monotonic(), claim(home)
     for arm in arms.values():
         _warm_start(arm, warm, seed)
         say(f"training {arm.name} (logs in {arm.folder})")
-        local.preflight(arm, fresh=False)
-        code = local.launch(arm)
+        code = local.launch(arm) if local.preflight(arm, fresh=False) else 0
         if code:
             return code
+    lock.close()
     summary = summarise(arms) | {"seed": seed}
     write_atomically(home / f"quickstart-seed{seed}.json", json.dumps(summary, indent=1) + "\n")
     picture = home / f"quickstart-seed{seed}.png"

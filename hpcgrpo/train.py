@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hpcgrpo import profiler, rewards
 from hpcgrpo.algorithms.base import Algorithm
+from hpcgrpo.algorithms.igrpo import REFINE_TEMPLATE, template_of
 from hpcgrpo.arithmetic import Arithmetic, arithmetic
 from hpcgrpo.config import ConfigError
 from hpcgrpo.generation.transformers import TransformersGenerator
@@ -82,6 +84,8 @@ def rank_main(config: RunConfig) -> None:
         else:
             for _ in steps(run):
                 pass
+    except OSError as error:  # of the journal: a full disk, a quota
+        raise ConfigError(f"{config.folder} cannot be written ({error}); run again once it can") from None
     finally:
         run.rewards.close()
     dist.destroy_process_group()
@@ -125,6 +129,7 @@ def assemble(config: RunConfig, ranks: GlooRanks, device: torch.device) -> Run:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one bar: the training's own
+    logging.set_verbosity_error()
     profile = Profile()
     algorithm = config.build_algorithm()
     tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path)
@@ -307,7 +312,7 @@ def held_out(run: Run) -> dict[str, float]:
     """Held-out metrics at the present weights; collective."""
     settings = run.config.eval
     assert settings is not None
-    template = settings.refine_template or refine_template(run.algorithm.options)
+    template = settings.refine_template or template_of(run.algorithm.options) or REFINE_TEMPLATE
     return evaluate(
         run.trainer,
         run.held_out,
@@ -316,23 +321,16 @@ def held_out(run: Run) -> dict[str, float]:
     )
 
 
-def refine_template(options: Mapping[str, Any]) -> str:
-    """The template of the iGRPO layer in a resolved algorithm, or iGRPO's default."""
-    from hpcgrpo.algorithms.igrpo import REFINE_TEMPLATE
-
-    while options:
-        if "refine_template" in options:
-            return str(options["refine_template"])
-        options = options.get("base") or {}
-    return REFINE_TEMPLATE
-
-
 def save(run: Run, *, wait: bool) -> None:
     """Start a checkpoint; `wait`, or async_save off, ends it here. A failure is told and the next one tried."""
     progress, train = run.trainer.progress, run.config.train
     progress.elapsed_seconds = run.trainer.profile.elapsed_seconds
     asynchronous = run.device.type == "cuda" if train.async_save is None else train.async_save
-    extra = {"progress": asdict(progress), "phase_seconds": run.trainer.profile.total_seconds}
+    extra = {
+        "progress": asdict(progress),
+        "phase_seconds": run.trainer.profile.total_seconds,
+        "finished": progress.step == run.counts.max_steps,
+    }
     try:
         run.checkpoints.start(
             progress.step,
@@ -345,7 +343,7 @@ def save(run: Run, *, wait: bool) -> None:
         if wait:
             raise ConfigError(f"{error}; free some space and run again to resume") from None
         if run.trainer.ranks.rank == 0:
-            print(f"warning: {error}; the run goes on and tries again at the next save", flush=True)
+            print(f"warning: {error}; the run goes on and tries again at the next save", file=sys.stderr)
 
 
 def lead(run: Run) -> None:

@@ -117,6 +117,7 @@ class Trainer:
     setup: Setup
     progress: Progress
     profile: Profile
+    discarded: int = 0  # completions of the last step whose groups were not taken (refill)
 
     def steps(self) -> Iterator[StepRecord]:
         """Train to the last step, giving each one's record once its weights are in the generator."""
@@ -130,7 +131,13 @@ class Trainer:
             with self.profile.phase("sync"):
                 self.sync()
             yield StepRecord(
-                self.progress.step, {**rollout_metrics(credited, self.progress), **metrics}, credited
+                self.progress.step,
+                {
+                    **rollout_metrics(credited, self.progress),
+                    "completions/discarded": float(self.discarded),
+                    **metrics,
+                },
+                credited,
             )
 
     def explore(self) -> list[Group]:
@@ -139,10 +146,13 @@ class Trainer:
         mine = exploration.more()
         groups = [replace(g, rank=self.ranks.rank) for g in self.algorithm.explore(mine, exploration)]
         with self.profile.phase("exchange"):
-            everyone = [g for share in self.ranks.gather(groups) for g in share]
+            shares = self.ranks.gather((groups, exploration.sampled))
         self.progress.position = exploration.position
-        everyone.sort(key=lambda g: g.prompt.position)
-        return everyone[: self.setup.prompts_per_step]
+        everyone = sorted((g for share, _ in shares for g in share), key=lambda g: g.prompt.position)
+        chosen = everyone[: self.setup.prompts_per_step]
+        used = sum(len(g.rollouts) + len(g.drafts) for g in chosen)
+        self.discarded = sum(sampled for _, sampled in shares) - used
+        return chosen
 
     def learn(self, credited: batching.Credited) -> dict[str, float]:
         """Train on the step's groups: `num_iterations` passes over its optimizer steps."""
@@ -208,12 +218,14 @@ class Exploration:
 
     trainer: Trainer
     position: int  # of the next prompt that nobody has taken
+    sampled: int = 0  # completions of this rank, drafts included
 
     def __call__(
         self, prompts: Sequence[Prompt], num: int, stage: str = "sample"
     ) -> list[tuple[Rollout, ...]]:
         setup = self.trainer.setup
         sampling = Sampling(setup.temperature, setup.max_completion_length)
+        self.sampled += len(prompts) * num
         return self.trainer.rollouts(prompts, num, stage, sampling)
 
     def refine(

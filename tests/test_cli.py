@@ -110,7 +110,9 @@ def test_a_damaged_model_and_a_reward_that_exits_end_the_run_with_a_message(
     error = refused("train", str(config), f"model_name_or_path={model}", output)
     assert "1 weights are missing, such as model.norm.weight" in error
     (model / "model.safetensors").write_bytes(b"junk" * 100)
-    assert "weights cannot be loaded" in refused("train", str(config), f"model_name_or_path={model}", output)
+    assert "model.safetensors: damaged" in refused(
+        "train", str(config), f"model_name_or_path={model}", output
+    )
     (tmp_path / "rewards.py").write_text("import sys\ndef leave(completions, **columns):\n    sys.exit(0)\n")
     reward = f"rewards={{'{tmp_path}/rewards.py:leave': 1.0}}"
     assert "reward leave raised SystemExit" in refused("train", str(config), reward, output)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from hpcgrpo.algorithms.base import Algorithm, Rollouts
 from hpcgrpo.algorithms.schema import check_types, require
@@ -162,3 +162,11 @@ def _check_template(template: str) -> None:
     both = all(part in template for part in ("{question}", "{draft}"))
     rule = "it must contain {question} and {draft}; all other text is taken as it is"
     require(both, "refine_template", template, rule)
+
+
+def template_of(options: Mapping[str, Any]) -> str | None:
+    """The refinement template of the iGRPO layer in a resolved algorithm; None where there is no such layer."""
+    layer: Any = options
+    while layer and "refine_template" not in layer:
+        layer = layer.get("base")
+    return str(layer["refine_template"]) if layer else None

@@ -43,14 +43,15 @@ MAY_CHANGE = {
 }
 
 
-def preflight(run: RunConfig, *, fresh: bool) -> None:
+def preflight(run: RunConfig, *, fresh: bool) -> bool:
     """Every check that needs no torch; then the folder is claimed for a moment and config.yaml written.
 
-    Raises ValueError for what the user can mend: nothing of an earlier run is lost by it.
+    False where the run is finished already, and then nothing is touched. Raises ValueError for what the user can
+    mend: nothing of an earlier run is lost by it.
     """
     checks.inputs(run)
     try:
-        _prepare(run, fresh)
+        return _prepare(run, fresh)
     except OSError as error:
         raise ConfigError(
             f"output_dir {run.output_dir}: the run's folder {run.folder} cannot be written ({error}); set output_dir"
@@ -58,17 +59,32 @@ def preflight(run: RunConfig, *, fresh: bool) -> None:
         ) from None
 
 
-def _prepare(run: RunConfig, fresh: bool) -> None:
+def _prepare(run: RunConfig, fresh: bool) -> bool:
     folder, existed = run.folder, run.folder.exists()
     lock = claim(folder)
     try:
         if existed and fresh:
             folder = _set_aside(folder)
         elif existed:
-            _same_run(run)
+            same_length = _same_run(run)
+            step, finished = newest_checkpoint(folder)
+            if (finished and same_length) or (run.train.max_steps and step >= run.train.max_steps):
+                print(f"{run.name} is finished: {step} steps, in {folder}", file=sys.stderr)
+                return False
     finally:
         lock.close()
     write_atomically(run.folder / CONFIG_FILE, to_yaml(run))
+    return True
+
+
+def newest_checkpoint(folder: Path) -> tuple[int, bool]:
+    """The step of the newest complete checkpoint, 0 without one, and whether it is the run's last."""
+    complete = [p.parent for p in (folder / "checkpoints").glob("checkpoint-*/COMPLETE")]
+    newest = max(complete, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
+    if newest is None:
+        return 0, False
+    state = json.loads((newest / "trainer_state.json").read_text())
+    return int(state["progress"]["step"]), bool(state["finished"])
 
 
 def _set_aside(folder: Path) -> Path:
@@ -79,11 +95,11 @@ def _set_aside(folder: Path) -> Path:
     return folder
 
 
-def _same_run(run: RunConfig) -> None:
-    """An existing folder is resumed only by the configuration that made it."""
+def _same_run(run: RunConfig) -> bool:
+    """An existing folder is resumed only by the configuration that made it -> whether its length is the same."""
     path = run.folder / CONFIG_FILE
     if not path.exists():
-        return
+        return True
     before, now = _flat(load(path)), _flat(run)
     changed = [k for k in sorted({*before, *now}) if before.get(k) != now.get(k) and not _may_change(k)]
     if changed:
@@ -92,6 +108,13 @@ def _same_run(run: RunConfig) -> None:
             f"{run.folder} holds a run with another configuration ({shown}). Give this run a name of its own"
             f" (name=...), or start anew with --fresh, which moves the old folder aside"
         )
+    longer = [k for k in ("train.max_steps", "train.num_train_epochs") if before.get(k) != now.get(k)]
+    for k in longer:
+        print(
+            f"note: {k} {before.get(k)} -> {now.get(k)}: from here on the learning rate follows the new length",
+            file=sys.stderr,
+        )
+    return not longer
 
 
 def _may_change(key: str) -> bool:
@@ -140,7 +163,11 @@ def launch(run: RunConfig) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode != USER_ERROR:
             how = f"exit code {failure.exitcode}" if failure.exitcode >= 0 else f"signal {-failure.exitcode}"
-            print(f"hpcgrpo: rank {rank} ended with {how}; run again to resume", file=sys.stderr)
+            print(
+                f"hpcgrpo: rank {rank} ended with {how}; once its cause is gone, the same command goes on from the"
+                " last checkpoint",
+                file=sys.stderr,
+            )
         return USER_ERROR if failure.exitcode == USER_ERROR else 1
     except SignalException as error:
         print(f"hpcgrpo: ended by signal {int(error.sigval)}; run again to resume", file=sys.stderr)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
@@ -231,7 +232,9 @@ def _call(
         Exception,
         SystemExit,
     ) as error:  # whatever a user's function raises; sys.exit would end the run quietly
-        raise ValueError(f"reward {name} raised {type(error).__name__}: {error}") from error
+        frame = extract_tb(error.__traceback__)[-1]
+        where = f"{frame.filename}, line {frame.lineno}"
+        raise ValueError(f"reward {name} raised {type(error).__name__}: {error} ({where})") from error
     return _checked(name, values, len(prompts))
 
 

@@ -231,6 +231,11 @@ def build_renderer(
         )
     plain = Renderer(tokenizer, system_prompt_text(system_prompt), dict(template_options or {}))
     skeleton = plain.text([{"role": "user", "content": PROBE}])
+    if not plain.token_ids([skeleton])[0]:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'!r} makes no tokens of a prompt: its files are"
+            " incomplete; copy tokenizer.json along with the model"
+        )
     return Renderer(
         tokenizer, plain.system_prompt, plain.template_options, _control_tokens(tokenizer, skeleton)
     )

@@ -229,7 +229,8 @@ def _json(text: str, where: str) -> Any:
         raise ValueError(f"{where}: nested too deeply") from None
     except ValueError as error:
         hint = " (a JSON array? expected one object a line)" if text.strip() in ("[", "{") else ""
-        raise ValueError(f"{where}: malformed JSON: {error}{hint}") from None
+        said = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise ValueError(f"{where}: malformed JSON: {said}{hint}") from None
 
 
 def _from_hub(name: str, config_name: str | None, split: str) -> tuple[str, Iterator[tuple[int, Any]]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hpcgrpo import checks
 from hpcgrpo.config import ConfigError, load, to_yaml
-from hpcgrpo.journal import claim, write_atomically
+from hpcgrpo.journal import claim, read_metrics, write_atomically
 from hpcgrpo.sections import RunConfig
 
 CONFIG_FILE = "config.yaml"
@@ -65,7 +65,7 @@ def _prepare(run: RunConfig, fresh: bool) -> bool:
     try:
         if existed and fresh:
             folder = _set_aside(folder)
-        elif existed:
+        elif existed and read_metrics(folder):  # it got as far as a first step
             same_length = _same_run(run)
             step, finished = newest_checkpoint(folder)
             if (finished and same_length) or (run.train.max_steps and step >= run.train.max_steps):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hpcgrpo.learning.attention import Layout
+from hpcgrpo.learning.attention import Layout, position_ids
 from hpcgrpo.types import Batch, MicroBatch, Row
 
 
@@ -32,22 +32,20 @@ def pack_row(micro_batch: MicroBatch, device: torch.device) -> Packed:
     rows = [r for p in micro_batch for r in p.rows]
     tails = tuple(tuple(len(r.token_ids) - 1 for r in p.rows if len(r.token_ids) > 1) for p in micro_batch)
     ids: list[int] = []
-    positions: list[int] = []
     source: list[int] = []
     for piece in micro_batch:
         ids += piece.prefix
-        positions += range(len(piece.prefix))
     end = 0
     for piece in micro_batch:
         end += len(piece.prefix)
         for row in piece.rows:
             source += [end - 1, *range(len(ids), len(ids) + len(row.token_ids) - 1)]
-            positions += range(len(piece.prefix), len(piece.prefix) + len(row.token_ids) - 1)
             ids += row.token_ids[:-1]
+    layout = Layout(prefixes, tails)
     return Packed(
         input_ids=torch.tensor(ids, device=device)[None],
-        position_ids=torch.tensor(positions, device=device)[None],
-        layout=Layout(prefixes, tails),
+        position_ids=position_ids(layout).to(device),
+        layout=layout,
         source=torch.tensor(source, device=device),
         targets=torch.tensor([t for r in rows for t in r.token_ids], device=device),
         batch=_batch(rows, device),

@@ -19,7 +19,6 @@ class Plan:
 
     micro_batches: tuple[tuple[MicroBatch, ...], ...]  # [ranks][micro-batches], equally many on every rank
     totals: Totals
-    token_budget: int  # tokens per micro-batch
 
     def spread(self) -> float:
         """Tokens of the fullest rank over the mean of all ranks (1 is even)."""
@@ -78,7 +77,7 @@ def plan(
     shares = [pack(share, token_budget if shared_prefix else 0) for share in share_out(pieces, ranks)]
     count = max(1, *map(len, shares))
     full = tuple(tuple(share) + ((),) * (count - len(share)) for share in shares)
-    return Plan(full, totals, token_budget)
+    return Plan(full, totals)
 
 
 def weighed(

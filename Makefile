@@ -11,6 +11,8 @@ PYTHON ?= python3
 VENV ?= .venv
 USE_UV ?= 0
 ARGS ?=
+NODES ?= 5
+ACCT ?= 0
 CACHE := $(CURDIR)/.cache
 
 # What libraries would else keep in the home folder. A value that is already set is kept.
@@ -38,20 +40,22 @@ install = PYTHONWARNINGS=ignore $(1)/bin/python -m pip install --quiet
 venv_needs = Debian and Ubuntu keep that in a package of its own (apt install python3-venv)
 endif
 
-.PHONY: help quickstart test check lint fast bench clean
+.PHONY: help quickstart test check lint fast bench devcluster devcluster-stop clean
 
 help:  ## this list
 	@echo "make TARGET [SETTING=value ...]"
-	@sed -nE 's/^([a-z]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 14
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 20
 	@echo "settings"
 	@printf '  %s\n' "PYTHON=$(PYTHON)  the Python (3.11 or newer) to make the environment from" \
 	  "VENV=$(VENV)  where the environment lies" "USE_UV=1  install with uv instead of pip" \
-	  "ARGS='...'  further arguments for hpcgrpo quickstart, pytest or the benchmark"
+	  "ARGS='...'  further arguments for hpcgrpo quickstart, pytest or the benchmark" \
+	  "NODES=$(NODES) ACCT=$(ACCT)  of the development cluster: how many nodes; 1 for accounting (sacct)"
 
 quickstart: $(VENV)/.installed .cache/fonts.conf  ## install, then train a small model on the CPU and show what it learnt
 	$(VENV)/bin/hpcgrpo quickstart $(ARGS)
 
-test: $(VENV)/.installed-dev .cache/fonts.conf  ## every test
+test: $(VENV)/.installed-test .cache/fonts.conf  ## every test, those on a real Slurm cluster too (needs root)
+	@slurm/devcluster.sh install || true
 	$(VENV)/bin/python -m pytest --basetemp="$(CACHE)/pytest" $(ARGS)
 
 check: lint fast  ## what a commit must pass: lint, format, types, layers, the fast tests
@@ -68,6 +72,13 @@ fast: $(VENV)/.installed-dev .cache/fonts.conf  ## the tests that are not marked
 bench: $(VENV)/.installed  ## one training step beside TRL's GRPOTrainer (its own environment: .venv-trl)
 	$(VENV)/bin/python benchmarks/vs_trl.py $(ARGS)
 
+devcluster:  ## start a real Slurm cluster on this machine (needs root), to try hpcgrpo submit on
+	@slurm/devcluster.sh install
+	@DEVCLUSTER_ACCT=$(ACCT) slurm/devcluster.sh start $(NODES)
+
+devcluster-stop:  ## stop it, and undo what it changed
+	@slurm/devcluster.sh stop
+
 clean:  ## remove environments, caches and builds; runs (logs/) and models stay
 	rm -rf .venv .venv-* .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -82,6 +93,10 @@ $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	@echo "installing hpcgrpo and its development tools into $(VENV): minutes, and 1.3 GB with the CPU build of torch"
 	$(call install,$(VENV)) -e '.[dev]'
 	@touch $(VENV)/.installed $@
+
+# A real vLLM and DeepSpeed, which only tests need. Where they cannot be installed, it is tried again the next time.
+$(VENV)/.installed-test: pyproject.toml tests/install_engines.sh $(VENV)/.installed-dev
+	@tests/install_engines.sh "$(VENV)" $(if $(filter 1,$(USE_UV)),uv) && touch $@ || true
 
 # matplotlib asks fontconfig for fonts, which then writes a cache of its own; matplotlib's fonts are enough.
 .cache/fonts.conf:

@@ -1,160 +1,362 @@
-"""What can be checked and shown of a run before it starts, on a login node."""
+"""What can be checked and shown of a run before it starts, on a login node: no torch, no GPU, nothing downloaded."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import contextlib
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpcgrpo import pretrained, rewards, tokenizer
 from hpcgrpo.algorithms.igrpo import template_of
-from hpcgrpo.arithmetic import arithmetic
+from hpcgrpo.arithmetic import Arithmetic, arithmetic
+from hpcgrpo.check_report import gigabytes, show, show_options
 from hpcgrpo.config import ConfigError
-from hpcgrpo.sections import RunConfig
-from hpcgrpo.tasks import Row, build_prompts, build_renderer, load_rows
+from hpcgrpo.pretrained import Pretrained
+from hpcgrpo.sections import DataConfig, RunConfig
+from hpcgrpo.tasks import GENERATED, PRESETS, Prompts, Renderer, Row, build_prompts, build_renderer, load_rows
+from hpcgrpo.types import Completion, Prompt
+
+__all__ = ["check", "inputs", "show", "show_options"]
+
+# What vLLM's attention on a CPU has kernels for (0.32).
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+STATE_BYTES = 12  # of a checkpoint for each parameter: the float32 master and Adam's two moments
+DRAFT = "<think>reasoning of the draft</think><answer>its answer</answer>"
+
+
+@dataclass
+class Notes:
+    """What a check found that stops nothing, and what it could not look at."""
+
+    warnings: list[str] = field(default_factory=list)
+    not_checked: list[str] = field(default_factory=list)
 
 
 def inputs(run: RunConfig) -> list[Row]:
-    """The model's folder, its length limit, the training rows and the held-out rows -> the training rows.
+    """The model's folder, its limits, the training and held-out rows, the disk -> the training rows.
 
-    Raises ValueError naming what is missing or wrong; imports neither torch nor transformers.
+    Raises ValueError naming what is missing or wrong; imports neither torch nor transformers, needs no tokenizer.
     """
-    limits = model_config(run.model_name_or_path)
-    counts = arithmetic(run, run.build_algorithm(), rows=None)
-    longest = limits.get("max_position_embeddings")
-    if isinstance(longest, int) and counts.max_model_length > longest:
-        raise ConfigError(
-            f"the longest prompt and completion are {counts.max_model_length} tokens (draft included), but"
-            f" {run.model_name_or_path} takes {longest}; lower generation.max_completion_length or max_prompt_length"
-        )
+    model = pretrained.find(run.model_name_or_path, offline=pretrained.hub_offline(run.cluster.slurm_setup))
+    _check_model(run, model)
     rows = load_rows(**run.data.rows())
     if run.eval is not None:
         load_rows(**run.eval.data.rows())
-    arithmetic(run, run.build_algorithm(), rows=len(rows))
+    counts = arithmetic(run, run.build_algorithm(), rows=len(rows))
+    disk(run, model, counts)
     return rows
 
 
-def model_config(name_or_path: str) -> Mapping[str, Any]:
-    """The model's config.json: from its folder, or from the hub's cache; {} where the hub may still be asked."""
-    folder = Path(name_or_path).expanduser()
-    if folder.is_dir():
-        path = folder / "config.json"
-        if not path.exists():
-            raise ConfigError(f"model_name_or_path {name_or_path}: the folder holds no config.json")
-        check_weights(folder)
-        try:
-            return dict(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:
-            raise ConfigError(f"{path}: {error}; copy the model's folder anew") from None
-    if name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1:
-        raise ConfigError(f"model_name_or_path {name_or_path}: no such folder")
-    cached = _from_cache(name_or_path)
-    if cached is None and os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
-        raise ConfigError(
-            f"model_name_or_path {name_or_path}: no such folder, and not in the hub's cache while HF_HUB_OFFLINE is"
-            " set; load it once where there is a network, or give a folder"
-        )
-    return json.loads(Path(cached).read_text(encoding="utf-8")) if cached else {}
-
-
-def check_weights(folder: Path) -> None:
-    """Whether a model's folder holds safetensors files whose headers and sizes are whole."""
-    from safetensors import SafetensorError, safe_open
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"model_name_or_path {folder}: the folder holds no *.safetensors file")
-    for file in files:
-        try:
-            safe_open(file, framework="np")
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{file}: damaged ({error}); copy the model's folder anew") from None
-
-
-def _from_cache(name: str) -> str | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        raise ConfigError(f"model_name_or_path {name}: neither a folder nor a name on the hub") from None
-    return found if isinstance(found, str) else None
-
-
 def check(run: RunConfig) -> dict[str, Any]:
-    """Everything `hpcgrpo check` shows: the counts, the data, the first prompt of each stage as rendered."""
-    from transformers import AutoTokenizer
+    """Everything `hpcgrpo check` shows, as plain values.
 
-    rows = inputs(run)
-    tokenizer = AutoTokenizer.from_pretrained(run.model_name_or_path)
-    renderer = build_renderer(
-        tokenizer, system_prompt=run.data.system_prompt, chat_template=run.data.chat_template
-    )
-    limit = run.generation.max_prompt_length
-    prompts = build_prompts(rows, renderer, seed=run.seed, max_prompt_length=limit, shuffle=run.data.shuffle)
+    The counts, the model, the first prompt of each stage as rendered, the rewards of a right and of a wrong answer,
+    the space that checkpoints take, warnings, and under `not_checked` what is not on this machine. Raises ValueError
+    for what would end the run.
+    """
+    notes, offline = Notes(), pretrained.hub_offline(run.cluster.slurm_setup)
+    model = pretrained.find(run.model_name_or_path, offline=offline)
+    _check_model(run, model)
+    rows = _rows(run.data, "data", offline, notes)
+    if run.eval is not None:
+        _rows(run.eval.data, "eval.data", offline, notes)
+    renderer = _renderer(run, model, notes)
+    prompts = _prompts(run, rows, renderer) if rows and renderer else None
+    usable = len(prompts) if prompts else len(rows) if rows else run.data.max_samples
     algorithm = run.build_algorithm()
-    counts = arithmetic(run, algorithm, len(prompts))
-    first = prompts.take(0, 1)[0]
-    rendered = {"sample": first.text}
+    counts = arithmetic(run, algorithm, usable)
     template = template_of(algorithm.options)
-    if template is not None:
-        draft = "<think>reasoning of the draft</think><answer>its answer</answer>"
-        rendered = {
-            "draft": first.text,
-            "refinement": renderer.refine(
-                first, draft, template=template, max_length=counts.max_refine_prompt_length
-            ).text,
-        }
+    shown = _shown(prompts, template, counts) if prompts else {}
+    sample = prompts.take(0, 1)[0] if prompts else _plain(rows[0]) if rows else None
     return {
         "name": run.name,
         "algorithm": dict(algorithm.options),
-        "counts": asdict(counts) | {"total_updates": counts.total_updates},
-        "questions": len(prompts),
-        "questions_too_long": prompts.num_too_long,
-        "answer_of_first": str(first.columns.get("answer")),
-        "prompts": rendered,
+        "counts": _counts(run, counts, usable),
+        "servers": _servers(run),
+        "model": _model(model),
+        "questions": usable,
+        "questions_too_long": prompts.num_too_long if prompts else None,
+        "answer_of_first": str(sample.columns.get("answer")) if sample else None,
+        "prompts": shown,
+        "rewards": graded(run, sample, renderer, notes) if sample else [],
+        "checkpoints": _disk_report(run, model, counts, notes),
+        "warnings": notes.warnings,
+        "not_checked": notes.not_checked,
     }
 
 
-def show(report: Mapping[str, Any]) -> None:
-    """Print a report of `check` for people."""
-    from rich.console import Console
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
+# ---- model
 
-    console = Console()
-    table = Table("count", "value", title=f"{report['name']}: what follows from the configuration")
-    for name, value in report["counts"].items():
-        if value is not None:
-            table.add_row(name.replace("_", " "), f"{value:,}")
-    table.add_row(
-        "questions", f"{report['questions']:,} ({report['questions_too_long']:,} too long, left out)"
-    )
-    console.print(table)
-    for stage, text in report["prompts"].items():
-        console.print(
-            Panel(Text(text), title=f"first prompt: {stage}", subtitle=f"answer {report['answer_of_first']}")
+
+def _check_model(run: RunConfig, model: Pretrained) -> None:
+    """The model's limits against the run's lengths, its heads against the servers' GPUs."""
+    counts = arithmetic(run, run.build_algorithm(), rows=None)
+    if model.longest and counts.max_model_length > model.longest:
+        refine = counts.max_refine_prompt_length
+        also = f", or iGRPO's max_refine_prompt_length (now {refine})" if refine else ""
+        raise ConfigError(
+            f"the longest prompt and completion are {counts.max_model_length} tokens (draft included), but"
+            f" {run.model_name_or_path} takes {model.longest}; lower generation.max_completion_length or"
+            f" max_prompt_length{also}"
+        )
+    if run.generation.backend != "vllm":
+        return
+    split = run.generation.vllm_tensor_parallel_size
+    if model.heads and not _splits(model, split):
+        fits = [n for n in range(1, model.heads + 1) if _splits(model, n)]
+        fits = [n for n in fits if not run.cluster.gpus_per_node or run.cluster.gpus_per_node % n == 0]
+        raise ConfigError(
+            f"generation.vllm_tensor_parallel_size is {split}, which does not divide the model's {model.heads}"
+            f" attention heads and {model.kv_heads} key-value heads; use one of {', '.join(map(str, fits))}"
+            " (servers of one GPU each are the fastest where the model fits)"
+        )
+    if not _on_gpu(run) and model.head_dim and model.head_dim not in CPU_HEAD_DIMS:
+        raise ConfigError(
+            f"model_name_or_path {run.model_name_or_path}: heads of {model.head_dim} dimensions, which vLLM does not"
+            f" serve on a CPU (it serves {', '.join(map(str, CPU_HEAD_DIMS))}); use GPUs (cluster.gpus_per_node),"
+            " another model, or generation.backend=transformers"
         )
 
 
-def show_options(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table of options per algorithm."""
-    from rich.console import Console
-    from rich.table import Table
+def _splits(model: Pretrained, split: int) -> bool:
+    heads, shared = model.heads or split, model.kv_heads or split
+    return heads % split == 0 and (shared % split == 0 or split % shared == 0)
 
-    console = Console()
-    console = console if console.is_terminal else Console(width=140)
-    for name in dict.fromkeys(row["algorithm"] for row in rows):
-        table = Table(title=f"algorithm: {name}", title_justify="left", show_header=True)
-        table.add_column("option", no_wrap=True)
-        table.add_column("default", no_wrap=True)
-        table.add_column("values", max_width=30)
-        table.add_column("what it does")
-        for row in rows:
-            if row["algorithm"] == name:
-                table.add_row(row["option"], row["default"], row["type"], row["doc"])
-        console.print(table)
+
+def _model(model: Pretrained) -> dict[str, Any]:
+    names = ("parameters", "heads", "kv_heads", "head_dim", "longest")
+    found = {name: getattr(model, name) or None for name in names}
+    return {"folder": str(model.folder) if model.folder else None, **found}
+
+
+def _on_gpu(run: RunConfig) -> bool:
+    return run.device == "cuda" or (run.device == "auto" and run.cluster.gpus_per_node > 0)
+
+
+def _servers(run: RunConfig) -> dict[str, int] | None:
+    """vLLM's servers: each has `gpus` GPUs (0: it runs on the CPU)."""
+    if run.generation.backend != "vllm":
+        return None
+    gpus = run.cluster.gpus_per_node if _on_gpu(run) else 0
+    split = run.generation.vllm_tensor_parallel_size
+    each = gpus // split if gpus else 1
+    nodes = run.cluster.vllm_nodes
+    return {"count": nodes * each, "nodes": nodes, "per_node": each, "gpus": split if gpus else 0}
+
+
+# ---- data and prompts
+
+
+def _rows(data: DataConfig, key: str, offline: bool, notes: Notes) -> list[Row] | None:
+    """The rows; None where they lie on the hub and not in its cache, since nothing is downloaded here."""
+    known = PRESETS.get(data.preset or "")
+    name = data.name or (known.name if known and not data.path else None)
+    if name is None or data.preset in GENERATED or _cached(name):
+        return load_rows(**data.rows())
+    config_name = data.config_name or (known.config_name if known else None)
+    arguments = ", ".join(repr(a) for a in (name, config_name) if a)
+    once = (
+        f"""python -c "from datasets import load_dataset; load_dataset({arguments}, split='{data.split}')\""""
+    )
+    if offline:
+        raise ConfigError(
+            f"{key}: the data set {name} is not in the hub's cache while HF_HUB_OFFLINE is set; load it once where"
+            f" there is a network ({once}; the cache is in HF_HOME), or set {key}.path to a JSONL file"
+        )
+    notes.not_checked.append(
+        f"{key}: {name} is not in the hub's cache, and a check downloads nothing, so neither rows nor rewards were"
+        f" looked at; load it once: {once}"
+    )
+    return None
+
+
+def _cached(name: str) -> bool:
+    """Whether a data set was loaded before: by `datasets`, or as files of the hub."""
+    import os
+
+    from huggingface_hub import constants
+
+    def letters(text: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", text.lower())
+
+    loaded = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
+    places = ((loaded, ""), (Path(constants.HF_HUB_CACHE), "datasets"))
+    return any(
+        letters(path.name) == prefix + letters(name)
+        for folder, prefix in places
+        if folder.is_dir()
+        for path in folder.iterdir()
+    )
+
+
+def _renderer(run: RunConfig, model: Pretrained, notes: Notes) -> Renderer | None:
+    if model.folder is None or not (model.folder / "tokenizer_config.json").exists():
+        if model.folder is not None and "snapshots" not in model.folder.parts:
+            raise ConfigError(
+                f"model_name_or_path {model.name}: the folder holds no tokenizer_config.json; copy the tokenizer's"
+                " files along with the model"
+            )
+        notes.not_checked.append(
+            f"model_name_or_path: {model.name} is not in the hub's cache, so its limits, its weights and the prompts"
+            f" were not looked at; load it once: hf download {model.name}"
+        )
+        return None
+    found: Any = tokenizer.read(model.folder, name=run.model_name_or_path)
+    if found is None:
+        found = _by_transformers(run.model_name_or_path)
+    return build_renderer(found, system_prompt=run.data.system_prompt, chat_template=run.data.chat_template)
+
+
+def _by_transformers(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model_name_or_path {name}: its tokenizer cannot be loaded: {error}") from None
+
+
+def _prompts(run: RunConfig, rows: Sequence[Row], renderer: Renderer) -> Prompts:
+    limit = run.generation.max_prompt_length
+    return build_prompts(rows, renderer, seed=run.seed, max_prompt_length=limit, shuffle=run.data.shuffle)
+
+
+def _shown(prompts: Prompts, template: str | None, counts: Arithmetic) -> dict[str, str]:
+    """The first prompt of each stage."""
+    first = prompts.take(0, 1)[0]
+    if template is None:
+        return {"sample": first.text}
+    limit = counts.max_refine_prompt_length
+    refined = prompts.renderer.refine(first, DRAFT, template=template, max_length=limit)
+    return {"draft": first.text, "refinement": refined.text}
+
+
+def _plain(row: Row) -> Prompt:
+    """A prompt for the rewards alone, where there is no tokenizer."""
+    return Prompt(0, row.index, row.messages, row.question, (), row.columns, row.conversational)
+
+
+def _counts(run: RunConfig, counts: Arithmetic, usable: int | None) -> dict[str, int | None]:
+    found: dict[str, int | None] = {**asdict(counts), "total_updates": counts.total_updates}
+    if usable is None:
+        unknown = (
+            ("steps_per_epoch",) if run.train.max_steps else ("steps_per_epoch", "max_steps", "total_updates")
+        )
+        found |= dict.fromkeys(unknown)
+    return found
+
+
+# ---- rewards
+
+# Ways to write an answer down; the one that the run's rewards value most is shown.
+FORMS = (
+    "<think>The steps that lead there.</think>\n<answer>{}</answer>",
+    "<think>The steps that lead there.</think>\n<answer>\\boxed{{{}}}</answer>",
+    "The steps that lead there.</think>\n<answer>{}</answer>",
+    "The steps that lead there: \\boxed{{{}}}",
+    "The steps that lead there = {}",
+)
+
+
+def graded(run: RunConfig, prompt: Prompt, renderer: Renderer | None, notes: Notes) -> list[dict[str, Any]]:
+    """What the rewards give for the prompt's own answer and for a wrong one, in the form they value most.
+
+    Raises ValueError naming the function that fails. A judge is not called.
+    """
+    spec = {key: value for key, value in run.rewards.items() if key != "judge"}
+    if len(spec) < len(run.rewards):
+        notes.not_checked.append("rewards: the judge, which a check does not call")
+    gold = prompt.columns.get("answer")
+    if not spec or gold is None:
+        return []
+    answers = {"right": str(gold), "wrong": _wrong(str(gold))}
+    texts = [form.format(answer) for answer in answers.values() for form in FORMS]
+    limit = run.generation.max_completion_length
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        rewards.build(spec, max_completion_length=limit, num_processes=1) as functions,
+    ):
+        try:
+            scores = functions.score([prompt] * len(texts), [_completion(t, renderer) for t in texts])
+        except RuntimeError as error:  # no process to grade in
+            raise ConfigError(f"rewards: {error}") from None
+    best = max(range(len(FORMS)), key=lambda i: (scores[i].reward, -i))
+    pair = [(kind, i * len(FORMS) + best) for i, kind in enumerate(answers)]
+    if scores[pair[0][1]].reward <= scores[pair[1][1]].reward:
+        notes.warnings.append(
+            "rewards: a wrong answer scores as much as the right one, in every form tried, so nothing would be learnt"
+            " from them; look at the sample below and at the rewards' options"
+        )
+    return [{"sample": kind, "text": texts[i], **asdict(scores[i])} for kind, i in pair]
+
+
+def _wrong(gold: str) -> str:
+    """Another answer; where there is one, such that telling the two apart takes no formula parser."""
+    from hpcgrpo.rewards.answers import settle, tidy
+
+    number = [str(int(gold) + 1)] if re.fullmatch(r"-?\d{1,18}", gold) else []
+    choices = [*number, "0", "1"]
+    return next((c for c in choices if settle(tidy(gold), tidy(c)) is False), choices[0])
+
+
+def _completion(text: str, renderer: Renderer | None) -> Completion:
+    ids = tuple(renderer.token_ids([text])[0]) if renderer else ()
+    return Completion(ids, (), "stop", text, seed=0)
+
+
+# ---- disk
+
+
+def disk(run: RunConfig, model: Pretrained, counts: Arithmetic) -> dict[str, int] | None:
+    """Bytes of a checkpoint, of all that stand at once (one is being written), and free; None where that is unknown.
+
+    Raises ConfigError where not even one fits.
+    """
+    if not model.parameters:
+        return None
+    export = 2 if (run.train.bf16 if run.train.bf16 is not None else _on_gpu(run)) else 4
+    one = (STATE_BYTES + export) * model.parameters
+    saves = -(-counts.max_steps // run.train.save_steps)
+    stand = min(saves, (run.train.save_total_limit or saves) + 1)
+    try:
+        free = shutil.disk_usage(_standing(run.folder)).free + _size(run.folder / "checkpoints")
+    except OSError:  # a folder that cannot be: found, with its own message, where the run is started
+        return None
+    if free < one:
+        raise ConfigError(
+            f"output_dir {run.output_dir}: a checkpoint takes {gigabytes(one)} (float32 weights, two moments of Adam"
+            f" and the export of {model.parameters:,} parameters), but {gigabytes(free)} are free there; set output_dir"
+            " to a larger file system, or make room"
+        )
+    return {"bytes_each": one, "at_once": stand, "bytes_needed": one * stand, "bytes_free": free}
+
+
+def _disk_report(
+    run: RunConfig, model: Pretrained, counts: Arithmetic, notes: Notes
+) -> dict[str, int] | None:
+    found = disk(run, model, counts)
+    if found is None:
+        notes.not_checked.append(
+            "train.save_steps: the space that checkpoints take, without the model's weights"
+        )
+    elif found["bytes_needed"] > found["bytes_free"]:
+        notes.warnings.append(
+            f"output_dir {run.output_dir}: {found['at_once']} checkpoints stand there at once,"
+            f" {gigabytes(found['bytes_needed'])}, but {gigabytes(found['bytes_free'])} are free; lower"
+            " train.save_total_limit, or set output_dir to a larger file system"
+        )
+    return found
+
+
+def _standing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0

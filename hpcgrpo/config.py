@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from hpcgrpo import rewards
 from hpcgrpo.arithmetic import arithmetic
-from hpcgrpo.sections import RunConfig, TrainConfig
+from hpcgrpo.sections import ClusterConfig, GenerationConfig, RunConfig, TrainConfig
 
 Spec = Mapping[str, Any]
 
@@ -106,6 +106,8 @@ def parse(values: Any, *, source: str = "configuration") -> RunConfig:
         raise ConfigError(f"{source}: rewards: {error}") from None
     try:
         _check_schedule(config.train)
+        _check_nodes(config.cluster, config.generation)
+        _check_gpus(config.cluster, config.generation)
         arithmetic(config, algorithm, rows=None)
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from None
@@ -137,6 +139,54 @@ def _check_schedule(train: TrainConfig) -> None:
         )
     if train.warmup_ratio and train.warmup_steps:
         raise ValueError("train: warmup_ratio and warmup_steps say the same thing; keep one")
+
+
+def _check_nodes(cluster: ClusterConfig, generation: GenerationConfig) -> None:
+    """Who serves and who learns."""
+    nodes, serving = cluster.nodes, cluster.vllm_nodes
+    if serving >= nodes:
+        raise ValueError(
+            f"cluster.vllm_nodes is {serving} of cluster.nodes {nodes}: at least one node must learn; set"
+            f" cluster.nodes={serving + 1}, or fewer vllm_nodes"
+        )
+    if generation.backend == "vllm" and not serving:
+        raise ValueError(
+            f"generation.backend is vllm, but cluster.vllm_nodes is 0: a node must serve; set cluster.vllm_nodes=1 and"
+            f" cluster.nodes={max(2, nodes)} or more, or generation.backend=transformers"
+        )
+    if generation.backend != "vllm" and serving:
+        raise ValueError(
+            f"cluster.vllm_nodes is {serving}, but generation.backend is {generation.backend}: these nodes would idle;"
+            " set generation.backend=vllm, or cluster.vllm_nodes=0"
+        )
+
+
+def _check_gpus(cluster: ClusterConfig, generation: GenerationConfig) -> None:
+    """How a node's GPUs are shared out, where their number is given."""
+    gpus, ranks, split = cluster.gpus_per_node, cluster.nproc_per_node, generation.vllm_tensor_parallel_size
+    if gpus and ranks and ranks > gpus:
+        raise ValueError(
+            f"cluster.nproc_per_node is {ranks}, but a node has gpus_per_node {gpus}: a rank needs a GPU of its own;"
+            " leave nproc_per_node out for one rank a GPU"
+        )
+    if cluster.slurm_gres and re.match(r"(gres/)?gpu\b", cluster.slurm_gres) and not gpus:
+        raise ValueError(
+            f"cluster.slurm_gres is {cluster.slurm_gres}, but cluster.gpus_per_node is 0: set it to the number of these"
+            " GPUs too, since ranks and servers follow from it (sbatch gets slurm_gres alone)"
+        )
+    if generation.backend != "vllm":
+        return
+    if not gpus and split > 1:
+        raise ValueError(
+            f"generation.vllm_tensor_parallel_size is {split}, but cluster.gpus_per_node is 0: a CPU serves whole"
+            " models only; set it to 1"
+        )
+    if gpus and gpus % split:
+        fits = ", ".join(str(n) for n in range(1, gpus + 1) if gpus % n == 0)
+        raise ValueError(
+            f"generation.vllm_tensor_parallel_size is {split}, which does not divide cluster.gpus_per_node {gpus}:"
+            f" {gpus % split} GPUs of each node would idle; use one of {fits}"
+        )
 
 
 def _read(path: Path) -> str:

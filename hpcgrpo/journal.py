@@ -133,12 +133,13 @@ class ProgressLine:
     total: int
     done: int
     name: str
+    stream: IO[str] = field(default_factory=lambda: sys.stderr)
     bar: Any = None
     seconds: list[float] = field(default_factory=list)
     told: float = float("-inf")  # when the last line was printed
 
     def __enter__(self) -> ProgressLine:
-        if sys.stderr.isatty():
+        if self.stream is sys.stderr and self.stream.isatty():  # srun gives its tasks a terminal too
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -148,7 +149,7 @@ class ProgressLine:
                 TimeRemainingColumn(),
                 TextColumn("{task.fields[said]}"),
             )
-            self.bar = Progress(TextColumn(self.name), *columns, console=Console(stderr=True))
+            self.bar = Progress(TextColumn(self.name), *columns, console=Console(file=self.stream))
             self.bar.start()
             self.bar.add_task(self.name, total=self.total, completed=self.done, said="")
         return self
@@ -173,7 +174,7 @@ class ProgressLine:
             left = recent[len(recent) // 2] * (self.total - step)
             print(
                 f"{self.name} step {step}/{self.total} {said} left {_duration(left)}",
-                file=sys.stderr,
+                file=self.stream,
                 flush=True,
             )
 

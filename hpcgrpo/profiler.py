@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,15 +65,18 @@ class Profile:
     total_seconds: dict[str, float] = field(default_factory=dict)
     elapsed_before_seconds: float = 0.0  # earlier attempts, up to their last checkpoint
     started: float = field(default_factory=time.perf_counter)
+    moved: Callable[[], None] = lambda: None  # called where a phase begins or ends
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time of the block under `name`; blocks may nest, the outer then holds the inner's time too."""
         assert name in PHASES, name
         begin = time.perf_counter()
+        self.moved()
         try:
             yield
         finally:
+            self.moved()
             self.step_seconds[name] = self.step_seconds.get(name, 0.0) + time.perf_counter() - begin
 
     def end_step(self) -> dict[str, float]:

@@ -50,7 +50,22 @@ class GenerationConfig(_Section):
     max_completion_length: int = Field(512, ge=1)  # tokens
     max_batch_tokens: int | None = Field(None, ge=1)  # in-process: tokens of key-value cache at once
     vllm_gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
-    vllm_tensor_parallel_size: int = Field(1, ge=1)
+    vllm_tensor_parallel_size: int = Field(
+        1, ge=1
+    )  # GPUs of one engine; a node runs gpus_per_node / this many
+    vllm_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: bfloat16, on a CPU float32
+    vllm_enforce_eager: bool | None = None  # None: on a CPU only
+    vllm_kv_cache_memory_bytes: int | None = Field(None, ge=1)  # in place of the utilization; a CPU: 256 MiB
+    vllm_extra_args: tuple[str, ...] = ()  # further arguments of vLLM's server, as on its command line
+    vllm_server_timeout: float = Field(900.0, gt=0)  # seconds for an engine to come up
+    vllm_request_timeout: float = Field(3600.0, gt=0)  # seconds for one completion
+    vllm_max_concurrency: int = Field(256, ge=1)  # requests in flight at once, of one rank
+    weight_sync: Literal["process_group", "filesystem"] = "process_group"
+    weight_sync_bucket_bytes: int = Field(2**28, ge=1)  # whole tensors that rank 0 holds at once
+    weight_sync_timeout: float = Field(600.0, gt=0)  # seconds
+    max_staleness: int = Field(0, ge=0)  # optimizer steps that sampling weights may lie behind the learner's
+    parity_threshold: float | None = Field(None, gt=0)  # mean |log-prob difference|, nats; None: by dtype
+    parity_check: bool = True  # stop before the first update where generator and learner disagree
 
     @model_validator(mode="after")
     def _whole_distribution(self) -> GenerationConfig:
@@ -88,6 +103,7 @@ class TrainConfig(_Section):
     bf16: bool | None = None  # compute in bfloat16 over float32 masters; None: on a GPU only
     gradient_checkpointing: bool | None = None  # None: on a GPU only
     attn_implementation: Literal["packed", "sdpa", "eager", "flash_attention_2"] = "packed"
+    learner: Literal["fsdp", "deepspeed"] = "fsdp"  # FSDP2, or DeepSpeed ZeRO-3 (extra `deepspeed`)
     save_steps: int = Field(50, ge=1)
     save_total_limit: int | None = Field(2, ge=1)
     async_save: bool | None = None  # write checkpoints while training goes on; None: on a GPU only
@@ -106,18 +122,48 @@ class EvalConfig(_Section):
 
 
 class ClusterConfig(_Section):
-    """Where it runs. On one machine: `nproc_per_node` learner ranks under torchrun."""
+    """Where it runs. On one machine: `nproc_per_node` learner ranks under torchrun. Slurm's keys are submitit's."""
 
     nodes: int = Field(1, ge=1)
-    vllm_nodes: int = Field(0, ge=0)
+    vllm_nodes: int = Field(0, ge=0)  # the first of the nodes; the others learn
     gpus_per_node: int = Field(0, ge=0)
-    nproc_per_node: int | None = Field(None, ge=1)  # None: gpus_per_node, or 1
+    nproc_per_node: int | None = Field(None, ge=1)  # learner ranks; None: gpus_per_node, or 1
     threads_per_rank: int | None = Field(None, ge=1)  # None: the machine's cores over its ranks
-    timeout_min: int | None = Field(None, ge=1)
+    timeout_min: int | None = Field(None, ge=1)  # the time limit of one Slurm job, not of the run
+    slurm_partition: str | None = None
+    slurm_account: str | None = None
+    slurm_qos: str | None = None
+    slurm_constraint: str | None = None
+    slurm_gres: str | None = None  # in place of gpus_per_node, e.g. gpu:a100:8
+    slurm_exclude: str | None = None
+    slurm_nodelist: str | None = None
+    slurm_dependency: str | None = None
+    slurm_comment: str | None = None
+    cpus_per_task: int | None = Field(None, ge=1)  # a node runs one task
+    mem_gb: float | None = Field(
+        None, gt=0
+    )  # of a node; None: the partition's default, 0 with slurm_exclusive
+    slurm_exclusive: bool = False
+    slurm_setup: tuple[str, ...] = ()  # shell lines before the run: module load, source, export
+    slurm_srun_args: tuple[str, ...] = ()  # e.g. --container-image=...
+    slurm_additional_parameters: dict[str, Any] = {}  # any other sbatch option, by its long name
+    max_requeues: int = Field(20, ge=0)  # starts after the first one: time limits, preemption, failures
+    idle_timeout_min: float = Field(30.0, gt=0)  # nothing moved on any node for so long: stacks, then an end
+    idle_action: Literal["requeue", "fail"] = "requeue"
+    rendezvous_timeout: float = Field(600.0, gt=0)  # seconds for the nodes to find each other
+    interface: str | None = None  # network interface between the nodes, e.g. ib0; None: that of the host name
+
+    @property
+    def learn_nodes(self) -> int:
+        return max(1, self.nodes - self.vllm_nodes)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.nproc_per_node or self.gpus_per_node or 1
 
     @property
     def ranks(self) -> int:
-        return max(1, self.nodes - self.vllm_nodes) * (self.nproc_per_node or self.gpus_per_node or 1)
+        return self.learn_nodes * self.ranks_per_node
 
 
 class RunConfig(_Section):

@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hpcgrpo import profiler, rewards
+from hpcgrpo import rewards
 from hpcgrpo.algorithms.base import Algorithm
-from hpcgrpo.algorithms.igrpo import REFINE_TEMPLATE, template_of
 from hpcgrpo.arithmetic import Arithmetic, arithmetic
+from hpcgrpo.attempt import Attempt
 from hpcgrpo.config import ConfigError
 from hpcgrpo.generation.transformers import TransformersGenerator
-from hpcgrpo.heldout import evaluate
-from hpcgrpo.journal import Journal, ProgressLine, claim, write_atomically
+from hpcgrpo.generation.vllm import VllmGenerator
+from hpcgrpo.generation.weights import WeightSync
+from hpcgrpo.journal import FolderInUse, claim
 from hpcgrpo.learning import checkpoint
-from hpcgrpo.learning.fsdp import FsdpLearner, export
+from hpcgrpo.learning.fsdp import FsdpLearner
 from hpcgrpo.learning.schedule import schedule
-from hpcgrpo.metrics import rollout_rows
 from hpcgrpo.profiler import Profile
+from hpcgrpo.running import Run, lead, steps
 from hpcgrpo.sections import RunConfig
 from hpcgrpo.tasks import Prompts, Renderer, build_prompts, build_renderer, load_rows
-from hpcgrpo.trainer import Progress, Setup, StepRecord, Trainer
-from hpcgrpo.types import Prompt
+from hpcgrpo.trainer import Generator, Progress, Setup, Trainer
+from hpcgrpo.types import Prompt, Stopped
 
 GATHER_MINUTES = 60  # how long a rank waits for the slowest one, on gloo
+TAKEOVER_SECONDS = 60.0  # for ranks of an earlier start to end
 
 
 @dataclass(frozen=True)
@@ -53,44 +55,46 @@ class GlooRanks:
         return values
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run, assembled and resumed: `trainer` is ready to step."""
-
-    config: RunConfig
-    algorithm: Algorithm
-    counts: Arithmetic
-    trainer: Trainer
-    learner: FsdpLearner
-    checkpoints: checkpoint.Checkpoints
-    rewards: rewards.Rewards
-    held_out: list[Prompt]
-    tokenizer: Any
-    device: torch.device
-    resumed_from: Path | None
-
-
-def rank_main(config: RunConfig) -> None:
+def rank_main(config: RunConfig, summary: IO[str] = sys.stderr) -> None:
     """What every rank runs: train to the end, resuming from the newest complete checkpoint.
 
-    Raises ValueError for what a user can mend.
+    `summary` gets the progress of rank 0. Raises ValueError for what a user can mend. Told to stop, it saves and
+    returns.
     """
-    lock = claim(config.folder) if int(os.environ.get("RANK", "0")) == 0 else None
+    attempt = Attempt.of_environment()
+    lock = take_folder(config, attempt) if int(os.environ.get("RANK", "0")) == 0 else None
     ranks, device = join(config)
-    run = assemble(config, ranks, device)
+    run = assemble(config, ranks, device, attempt)
+    run.summary = summary
     try:
         if ranks.rank == 0:
             lead(run)
         else:
             for _ in steps(run):
                 pass
+    except Stopped:
+        if ranks.rank == 0:
+            print(f"stopped after step {run.trainer.progress.step}, which is saved", file=summary, flush=True)
     except OSError as error:  # of the journal: a full disk, a quota
         raise ConfigError(f"{config.folder} cannot be written ({error}); run again once it can") from None
     finally:
         run.rewards.close()
+    ranks.gather("done")  # the first rank to leave ends the others
     dist.destroy_process_group()
     if lock is not None:
         lock.close()
+
+
+def take_folder(config: RunConfig, attempt: Attempt | None) -> IO[str]:
+    """Lock the run's folder; in a job, wait for a rank of an earlier start that has yet to see that it is over."""
+    deadline = time.monotonic() + (TAKEOVER_SECONDS if attempt is not None else 0)
+    while True:
+        try:
+            return claim(config.folder)
+        except FolderInUse:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(1)
 
 
 def join(config: RunConfig) -> tuple[GlooRanks, torch.device]:
@@ -123,14 +127,15 @@ def threads_per_rank(config: RunConfig) -> int:
     return config.cluster.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // local)
 
 
-def assemble(config: RunConfig, ranks: GlooRanks, device: torch.device) -> Run:
+def assemble(config: RunConfig, ranks: GlooRanks, device: torch.device, attempt: Attempt | None) -> Run:
     """Build every part and bring it to the newest complete checkpoint's state."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one bar: the training's own
     logging.set_verbosity_error()
-    profile = Profile()
+    moved = attempt.beat if attempt is not None else lambda: None
+    profile = Profile(moved=moved)
     algorithm = config.build_algorithm()
     tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path)
     renderer = build_renderer(
@@ -145,7 +150,7 @@ def assemble(config: RunConfig, ranks: GlooRanks, device: torch.device) -> Run:
     learner = build_learner(config, algorithm, device)
     trainer = Trainer(
         algorithm=algorithm,
-        generator=build_generator(config, learner, tokenizer, device),
+        generator=None,  # type: ignore[arg-type]  # set below: it calls the trainer back
         learner=learner,
         prompts=prompts,
         score=score.score,
@@ -155,14 +160,27 @@ def assemble(config: RunConfig, ranks: GlooRanks, device: torch.device) -> Run:
         setup=setup(config, counts),
         progress=Progress(),
         profile=profile,
+        urgent=attempt.urgent if attempt is not None else lambda: False,
     )
+    trainer.generator = build_generator(config, trainer, learner, tokenizer, attempt)
     checkpoints = checkpoint.Checkpoints(
         config.folder / "checkpoints", config.train.save_total_limit, ranks.group
     )
     resumed = resume(trainer, learner, checkpoints)
     held_out = held_out_prompts(config, renderer)
     return Run(
-        config, algorithm, counts, trainer, learner, checkpoints, score, held_out, tokenizer, device, resumed
+        config,
+        algorithm,
+        counts,
+        trainer,
+        learner,
+        checkpoints,
+        score,
+        held_out,
+        tokenizer,
+        device,
+        resumed,
+        attempt,
     )
 
 
@@ -208,28 +226,98 @@ def build_learner(config: RunConfig, algorithm: Algorithm, device: torch.device)
 
 
 def build_generator(
-    config: RunConfig, learner: FsdpLearner, tokenizer: Any, device: torch.device
-) -> TransformersGenerator:
-    """The in-process generator: a whole copy of the model on every rank, filled by the first sync."""
+    config: RunConfig, trainer: Trainer, learner: FsdpLearner, tokenizer: Any, attempt: Attempt | None
+) -> Generator:
+    """What samples: a whole copy of the model on every rank, or the job's vLLM engines; both filled by a sync."""
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    if config.generation.backend == "vllm":
+        return engines_client(config, trainer, learner, decode, eos_token_ids(config, tokenizer), attempt)
     from transformers import AutoModelForCausalLM
 
-    if config.generation.backend != "transformers":
-        raise ConfigError("generation.backend: vllm needs a server, which this version does not start yet")
-    model = AutoModelForCausalLM.from_pretrained(config.model_name_or_path, dtype=learner.dtype).to(device)
-    ends = model.generation_config.eos_token_id if model.generation_config else None
-    ends = ends if ends is not None else tokenizer.eos_token_id
-    ends = [ends] if isinstance(ends, int) else list(ends or ())
-    if not all(0 <= end < model.config.vocab_size for end in ends):
-        raise ConfigError(
-            f"model_name_or_path {config.model_name_or_path}: end-of-sequence ids {ends}, but a vocabulary of"
-            f" {model.config.vocab_size}; set eos_token_id in generation_config.json"
-        )
+    model = AutoModelForCausalLM.from_pretrained(config.model_name_or_path, dtype=learner.dtype)
     return TransformersGenerator(
-        model,
-        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-        eos_token_ids=ends,
+        model.to(learner.device),
+        decode=decode,
+        eos_token_ids=eos_token_ids(config, tokenizer),
         max_batch_tokens=config.generation.max_batch_tokens,
     )
+
+
+def eos_token_ids(config: RunConfig, tokenizer: Any) -> list[int]:
+    """What ends a completion: the generation configuration's ids, else the tokenizer's."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        ends = GenerationConfig.from_pretrained(config.model_name_or_path).eos_token_id
+    except OSError:  # a model without one
+        ends = AutoConfig.from_pretrained(config.model_name_or_path).eos_token_id
+    ends = ends if ends is not None else tokenizer.eos_token_id
+    ends = [ends] if isinstance(ends, int) else list(ends or ())
+    size = AutoConfig.from_pretrained(config.model_name_or_path).get_text_config().vocab_size
+    if not all(0 <= end < size for end in ends):
+        raise ConfigError(
+            f"model_name_or_path {config.model_name_or_path}: end-of-sequence ids {ends}, but a vocabulary of"
+            f" {size}; set eos_token_id in generation_config.json"
+        )
+    return ends
+
+
+def engines_client(
+    config: RunConfig,
+    trainer: Trainer,
+    learner: FsdpLearner,
+    decode: Callable[..., str],
+    ends: list[int],
+    attempt: Attempt | None,
+) -> VllmGenerator:
+    """The client of the job's engines, once they are up."""
+    generation = config.generation
+    if attempt is None:
+        raise ConfigError("generation.backend: vllm needs a job that starts the engines: hpcgrpo submit")
+    urls = await_engines(attempt, generation.vllm_server_timeout)
+    secret = (attempt.folder.parent / "secret").read_text().strip()
+    sync = WeightSync(
+        urls,
+        secret=secret,
+        rank=trainer.ranks.rank,
+        gather=trainer.ranks.gather,
+        transport=generation.weight_sync,
+        address=os.environ["HPCGRPO_ADDRESS"],
+        device=learner.device,
+        bucket_bytes=generation.weight_sync_bucket_bytes,
+        timeout_seconds=generation.weight_sync_timeout,
+        folder=attempt.folder / "weights",
+        dtype=learner.dtype,
+    )
+    return VllmGenerator(
+        urls=urls,
+        secret=secret,
+        sync=sync,
+        decode=decode,
+        stop_token_ids=ends,
+        max_concurrency=generation.vllm_max_concurrency,
+        request_timeout_seconds=generation.vllm_request_timeout,
+        server_timeout_seconds=generation.vllm_server_timeout,
+        max_staleness=generation.max_staleness,
+        stopping=attempt.urgent,
+        starved=trainer.starved,
+        moved=attempt.beat,
+    )
+
+
+def await_engines(attempt: Attempt, timeout_seconds: float) -> list[str]:
+    """The engines' urls, once the launcher says that they are up. Raises Stopped when told to stop before."""
+    deadline = time.monotonic() + timeout_seconds
+    while (server := attempt.read("server")) is None:
+        if attempt.urgent():
+            raise Stopped
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"no vLLM engine came up within {timeout_seconds:.0f} s (generation.vllm_server_timeout); see"
+                f" engine-*.log in {attempt.folder}"
+            )
+        time.sleep(0.2)
+    return [engine["url"] for engine in server["engines"]]
 
 
 def learning_rate(config: RunConfig, counts: Arithmetic) -> Any:
@@ -276,118 +364,3 @@ def resume(trainer: Trainer, learner: FsdpLearner, checkpoints: checkpoint.Check
     trainer.profile.elapsed_before_seconds = trainer.progress.elapsed_seconds
     trainer.profile.total_seconds = extra["phase_seconds"]
     return Path(path)
-
-
-def steps(run: Run) -> Iterator[StepRecord]:
-    """The trainer's steps with evaluation and checkpoints where they are due; collective."""
-    trainer, train = run.trainer, run.config.train
-    profiler.reset_peak_memory()
-    if run.held_out and run.resumed_from is None:
-        trainer.sync()
-        yield StepRecord(0, held_out(run), None)
-    began = time.perf_counter()
-    for record in trainer.steps():
-        last = record.step == run.counts.max_steps
-        metrics = dict(record.metrics)
-        every = run.config.eval.every_steps if run.config.eval else None
-        if run.held_out and (last or (every and record.step % every == 0)):
-            with trainer.profile.phase("evaluate"):
-                metrics |= held_out(run)
-        if last or record.step % train.save_steps == 0:
-            with trainer.profile.phase("save"):
-                save(run, wait=last)
-        phases = trainer.profile.end_step()
-        now = time.perf_counter()
-        metrics |= {f"timing_s/{name}": seconds for name, seconds in phases.items()}
-        metrics |= {"step_time": now - began, "epoch": trainer.progress.position / len(trainer.prompts)}
-        working = now - began - phases.get("evaluate", 0.0) - phases.get("save", 0.0)
-        metrics["perf/completions_per_second"] = metrics["completions/sampled"] / working
-        metrics["perf/peak_memory_gb"] = max(trainer.ranks.gather(profiler.peak_memory_gb()))
-        began = now
-        yield StepRecord(record.step, metrics, record.credited)
-    run.checkpoints.finish()
-
-
-def held_out(run: Run) -> dict[str, float]:
-    """Held-out metrics at the present weights; collective."""
-    settings = run.config.eval
-    assert settings is not None
-    template = settings.refine_template or template_of(run.algorithm.options) or REFINE_TEMPLATE
-    return evaluate(
-        run.trainer,
-        run.held_out,
-        temperature=settings.temperature,
-        template=template if settings.two_pass else None,
-    )
-
-
-def save(run: Run, *, wait: bool) -> None:
-    """Start a checkpoint; `wait`, or async_save off, ends it here. A failure is told and the next one tried."""
-    progress, train = run.trainer.progress, run.config.train
-    progress.elapsed_seconds = run.trainer.profile.elapsed_seconds
-    asynchronous = run.device.type == "cuda" if train.async_save is None else train.async_save
-    extra = {
-        "progress": asdict(progress),
-        "phase_seconds": run.trainer.profile.total_seconds,
-        "finished": progress.step == run.counts.max_steps,
-    }
-    try:
-        run.checkpoints.start(
-            progress.step,
-            state=run.learner.state(),
-            extra=extra,
-            export=lambda folder: export(run.learner, folder, run.learner.dtype, run.tokenizer),
-            wait=wait or not asynchronous,
-        )
-    except OSError as error:
-        if wait:
-            raise ConfigError(f"{error}; free some space and run again to resume") from None
-        if run.trainer.ranks.rank == 0:
-            print(f"warning: {error}; the run goes on and tries again at the next save", file=sys.stderr)
-
-
-def lead(run: Run) -> None:
-    """Rank 0: the same steps, written down and shown."""
-    config = run.config
-    resumed = run.trainer.progress.step if run.resumed_from else -1
-    journal = Journal(
-        config.folder, resumed, config.report_to, config.model_dump(mode="json"), config.log_completions
-    )
-    if run.resumed_from is not None:
-        print(f"resuming {config.name} after step {resumed} from {run.resumed_from}", flush=True)
-    too_long = getattr(run.trainer.prompts, "num_too_long", 0)
-    if too_long:
-        print(
-            f"left out {too_long} questions longer than max_prompt_length {config.generation.max_prompt_length}",
-            flush=True,
-        )
-    with ProgressLine(run.counts.max_steps, max(0, resumed), config.name) as progress:
-        for record in steps(run):
-            journal.metrics(record.step, record.metrics)
-            if record.credited is not None:
-                journal.rollouts(record.step, rollout_rows(record.credited))
-                progress.step(record.step, record.metrics)
-                write_profile(run, record.metrics)
-
-
-def write_profile(run: Run, metrics: Mapping[str, float]) -> None:
-    """profile.json: Appendix D's quantities, and the seconds by phase, over all attempts."""
-    profile, progress, cluster = run.trainer.profile, run.trainer.progress, run.config.cluster
-    elapsed = profile.elapsed_seconds
-    devices = cluster.nodes * cluster.gpus_per_node or run.counts.ranks
-    summary = {
-        "steps": progress.step,
-        "elapsed_seconds": elapsed,
-        "peak_memory_gb": metrics["perf/peak_memory_gb"],
-        "samples_per_second": profiler.samples_per_second(
-            progress.updates, run.counts.rows_per_device, run.counts.ranks, elapsed
-        ),
-        "completions_per_second": progress.num_completions / elapsed,
-        "trained_completions_per_second": progress.trained_completions / elapsed,
-        "tokens_per_second_per_device": progress.num_tokens / elapsed / devices,
-        "device": run.device.type,
-        "devices": devices,
-        "gpu_hours" if run.device.type == "cuda" else "cpu_rank_hours": profiler.gpu_hours(devices, elapsed),
-        "phase_seconds": profile.total_seconds,
-    }
-    write_atomically(run.config.folder / "profile.json", json.dumps(summary, indent=1) + "\n")

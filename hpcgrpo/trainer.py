@@ -19,6 +19,7 @@ from hpcgrpo.types import (
     Rollout,
     Sampling,
     Score,
+    Stopped,
     stable_seed,
 )
 
@@ -28,7 +29,9 @@ class Generator(Protocol):
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]: ...
 
-    def update_weights(self, tensors: Iterable[tuple[str, Any]], version: int) -> None: ...
+    def update_weights(self, tensors: Callable[[], Iterable[tuple[str, Any]]], version: int) -> None:
+        """Take new weights; collective. `tensors` may be asked for more than once, by all ranks together."""
+        ...
 
 
 class Learner(Protocol):
@@ -117,7 +120,9 @@ class Trainer:
     setup: Setup
     progress: Progress
     profile: Profile
+    urgent: Callable[[], bool] = lambda: False  # whether to stop without finishing the step
     discarded: int = 0  # completions of the last step whose groups were not taken (refill)
+    dropped: int = 0  # prompts of the last step that the generator could not answer
 
     def steps(self) -> Iterator[StepRecord]:
         """Train to the last step, giving each one's record once its weights are in the generator."""
@@ -135,24 +140,58 @@ class Trainer:
                 {
                     **rollout_metrics(credited, self.progress),
                     "completions/discarded": float(self.discarded),
+                    "prompts/dropped": float(self.dropped),
                     **metrics,
                 },
                 credited,
             )
 
     def explore(self) -> list[Group]:
-        """Every rank samples and grades its own prompts; all ranks get all groups, in the prompts' order."""
+        """Every rank samples and grades its own prompts; all ranks get all groups, in the prompts' order.
+
+        Raises Stopped on all ranks where one is to stop at once: nothing of the step has been learnt then.
+        """
         exploration = Exploration(self, self.progress.position)
-        mine = exploration.more()
-        groups = [replace(g, rank=self.ranks.rank) for g in self.algorithm.explore(mine, exploration)]
+        try:
+            mine = exploration.more()
+            groups = [replace(g, rank=self.ranks.rank) for g in self.algorithm.explore(mine, exploration)]
+        except Stopped as stop:
+            if not stop.agreed:
+                self.ranks.gather(("stop", None))
+            raise
+        whole = [g for g in groups if _answered(g)]
         with self.profile.phase("exchange"):
-            shares = self.ranks.gather((groups, exploration.sampled))
+            shares = self.exchange((whole, exploration.sampled, len(groups) - len(whole)))
         self.progress.position = exploration.position
-        everyone = sorted((g for share, _ in shares for g in share), key=lambda g: g.prompt.position)
+        everyone = sorted((g for share, _, _ in shares for g in share), key=lambda g: g.prompt.position)
         chosen = everyone[: self.setup.prompts_per_step]
         used = sum(len(g.rollouts) + len(g.drafts) for g in chosen)
-        self.discarded = sum(sampled for _, sampled in shares) - used
+        self.discarded = sum(sampled for _, sampled, _ in shares) - used
+        self.dropped = sum(dropped for _, _, dropped in shares)
         return chosen
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank. Until all have one, weights are pushed again for ranks that starve.
+
+        Raises Stopped on all ranks where one is to stop at once.
+        """
+        while True:
+            said = self.ranks.gather(("stop", None) if self.urgent() else ("done", value))
+            if not self._settle({kind for kind, _ in said}):
+                return [v for _, v in said]
+
+    def starved(self) -> None:
+        """A rank whose requests no server can take: wait for all ranks, then push the weights together."""
+        kind = "stop" if self.urgent() else "starved"
+        self._settle({kind for kind, _ in self.ranks.gather((kind, None))})
+
+    def _settle(self, kinds: set[str]) -> bool:
+        """Do what the ranks have agreed on -> whether weights were pushed, so that there is more to wait for."""
+        if "stop" in kinds:
+            raise Stopped(agreed=True)
+        if "starved" in kinds:
+            self.sync()
+        return "starved" in kinds
 
     def learn(self, credited: batching.Credited) -> dict[str, float]:
         """Train on the step's groups: `num_iterations` passes over its optimizer steps."""
@@ -192,7 +231,7 @@ class Trainer:
 
     def sync(self) -> None:
         """Push the policy's weights to the generator."""
-        self.generator.update_weights(self.learner.full_parameters(), self.progress.updates)
+        self.generator.update_weights(self.learner.full_parameters, self.progress.updates)
 
     def rollouts(
         self, prompts: Sequence[Prompt], num: int, stage: str, sampling: Sampling
@@ -249,4 +288,9 @@ class Exploration:
         return taken[self.trainer.ranks.rank :: self.trainer.ranks.size]
 
     def total(self, count: int) -> int:
-        return sum(self.trainer.ranks.gather(count))
+        return sum(self.trainer.exchange(count))
+
+
+def _answered(group: Group) -> bool:
+    """Whether the generator could answer all of a group's requests."""
+    return not any(r.completion.finish_reason == "abort" for r in (*group.rollouts, *group.drafts))

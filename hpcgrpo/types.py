@@ -60,6 +60,17 @@ class Completion:
     weights_version: int = 0  # optimizer steps behind the weights that sampled it
 
 
+class Stopped(Exception):
+    """The run was asked to save what it has and to end: a time limit, preemption, a user's signal.
+
+    `agreed`: all ranks know of it already.
+    """
+
+    def __init__(self, *, agreed: bool = False) -> None:
+        super().__init__("asked to stop")
+        self.agreed = agreed
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """The reward of one completion and how it came about."""

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from cluster import Cluster
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache"
@@ -20,6 +26,10 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "torchinductor"))
 os.environ.setdefault("HF_HOME", str(CACHE / "huggingface"))
 os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
+
+# With HPCGRPO_REQUIRE_CLUSTER=1 (.ci/run) a test that is skipped for any other reason fails the session.
+REQUIRED = os.environ.get("HPCGRPO_REQUIRE_CLUSTER", "0") not in ("", "0")
+MAY_SKIP = ("does not come with the project", "needs a GPU")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,3 +47,74 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"needs {folder}, which does not come with the project")
     return folder
+
+
+def _session_cluster(*, nodes: int, accounting: bool) -> Iterator[Cluster]:
+    import cluster
+
+    if reason := cluster.cannot_run(accounting=accounting):
+        pytest.skip(reason)
+    with cluster.running(nodes=nodes, accounting=accounting) as running:
+        yield running
+
+
+def _for_one_test(cluster: Cluster) -> Iterator[Cluster]:
+    yield cluster
+    if left := cluster.settle():
+        pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def session_cluster() -> Iterator[Cluster]:
+    """Six nodes without accounting, for module-scoped fixtures; tests take `cluster`."""
+    yield from _session_cluster(nodes=6, accounting=False)
+
+
+@pytest.fixture(scope="session")
+def session_accounting_cluster() -> Iterator[Cluster]:
+    yield from _session_cluster(nodes=3, accounting=True)
+
+
+@pytest.fixture
+def cluster(session_cluster: Cluster) -> Iterator[Cluster]:
+    """A real Slurm of six nodes, all idle. What a test leaves running is ended and fails it."""
+    yield from _for_one_test(session_cluster)
+
+
+@pytest.fixture
+def accounting_cluster(session_accounting_cluster: Cluster) -> Iterator[Cluster]:
+    """The same with accounting (sacct, accounts, QOS) and three nodes."""
+    yield from _for_one_test(session_accounting_cluster)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """A failed test shows the ends of its runs' logs."""
+    report: Any = yield
+    if report.when == "call" and report.failed:
+        for name, value in getattr(item, "funcargs", {}).items():
+            if name in ("cluster", "accounting_cluster"):
+                report.sections.append(("logs of the runs", value.tails()))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for line in getattr(sys.modules.get("cluster"), "REPORT", ()):
+        terminalreporter.write_line(line)
+    for reason in _forbidden_skips(terminalreporter):
+        terminalreporter.write_line(
+            f"HPCGRPO_REQUIRE_CLUSTER is set, but a test was skipped: {reason}", red=True
+        )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if session.exitstatus == 0 and _forbidden_skips(reporter):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _forbidden_skips(reporter: Any) -> list[str]:
+    reports = reporter.stats.get("skipped", []) if REQUIRED and reporter else []
+    reasons = [f"{r.nodeid}: {r.longrepr[2]}" for r in reports if isinstance(r.longrepr, tuple)]
+    return [reason for reason in reasons if not any(known in reason for known in MAY_SKIP)]

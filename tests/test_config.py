@@ -102,7 +102,12 @@ PAPER = MINIMAL.replace(
 
 def test_the_papers_batches_iGRPO_table_S2() -> None:
     """16 x 8 x 8 GPUs = 1024 completions a step: 256 prompts at G = 4, 128 at G = 8; 29 and 58 steps of MATH."""
-    cluster = ("cluster.nodes=2", "cluster.vllm_nodes=1", "cluster.gpus_per_node=8")
+    cluster = (
+        "cluster.nodes=2",
+        "cluster.vllm_nodes=1",
+        "cluster.gpus_per_node=8",
+        "generation.backend=vllm",
+    )
     igrpo = PAPER.replace(
         "{name: grpo, num_generations: 4}", "{name: igrpo, drafts: 4, base: {name: grpo, num_generations: 4}}"
     )

@@ -241,7 +241,7 @@ def test_new_weights_are_those_of_the_model_they_came_from(name: str) -> None:
     sampling = Sampling(temperature=1.0, max_completion_length=15)
     ours, other = generator(name), build(name, seed=1)
     before = ours.generate(asked, sampling)
-    ours.update_weights(((n, p.detach()) for n, p in other.named_parameters()), version=7)
+    ours.update_weights(lambda: ((n, p.detach()) for n, p in other.named_parameters()), version=7)
     after = ours.generate(asked, sampling)
     assert tokens(after) != tokens(before)
     assert after == [
@@ -253,12 +253,12 @@ def test_new_weights_are_those_of_the_model_they_came_from(name: str) -> None:
 
 def test_tied_weights_may_come_under_both_names_but_must_agree() -> None:
     ours, other = generator(), build(seed=1)
-    ours.update_weights(other.state_dict().items(), version=1)
+    ours.update_weights(other.state_dict().items, version=1)
     assert "lm_head.weight" in other.state_dict()
     assert ours.model.lm_head.weight is ours.model.model.embed_tokens.weight
     untied = {**other.state_dict(), "lm_head.weight": other.lm_head.weight + 1}
     with pytest.raises(ValueError, match="ties"):
-        ours.update_weights(untied.items(), version=2)
+        ours.update_weights(untied.items, version=2)
 
 
 @pytest.mark.parametrize(
@@ -277,16 +277,16 @@ def test_a_broken_update_is_named_and_stops_sampling_until_a_whole_one(change: A
     change(broken)
     sampling = Sampling(temperature=1.0, max_completion_length=3)
     with pytest.raises(ValueError, match=words):
-        ours.update_weights(broken.items(), version=1)
+        ours.update_weights(broken.items, version=1)
     with pytest.raises(ValueError, match="broke off"):
         ours.generate(requests((4,)), sampling)
-    ours.update_weights(whole.items(), version=1)
+    ours.update_weights(whole.items, version=1)
     assert ours.generate(requests((4,)), sampling)[0].weights_version == 1
 
 
 def test_weights_are_cast_to_the_model_type() -> None:
     ours = TransformersGenerator(build().bfloat16(), decode=str, eos_token_ids=EOS)
-    ours.update_weights(build(seed=1).state_dict().items(), version=1)
+    ours.update_weights(build(seed=1).state_dict().items, version=1)
     asked, sampling = requests((4, 6), copies=2), Sampling(temperature=1.0, max_completion_length=8)
     expected = TransformersGenerator(build(seed=1).bfloat16(), decode=str, eos_token_ids=EOS)
     assert tokens(ours.generate(asked, sampling)) == tokens(expected.generate(asked, sampling))

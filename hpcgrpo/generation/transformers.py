@@ -79,7 +79,7 @@ class TransformersGenerator:
         return [c for c in completions if c is not None]
 
     @torch.no_grad()
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, tensors: Callable[[], Iterable[tuple[str, Tensor]]], version: int) -> None:
         """Copy new weights in place, by parameter name, casting to the model's type.
 
         Every parameter must come; tied ones may come under one name or under all. Raises ValueError for an
@@ -88,7 +88,7 @@ class TransformersGenerator:
         named = dict(self.model.named_parameters(remove_duplicate=False))
         self._whole = False
         seen: set[int] = set()
-        for name, tensor in tensors:
+        for name, tensor in tensors():
             _copy_into(named, name, tensor, seen)
         missing = [name for name, parameter in named.items() if id(parameter) not in seen]
         if missing:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import logging
-import os
 import signal
 import sys
 import time
@@ -17,11 +14,9 @@ from typing import Any
 from hpcgrpo import checks
 from hpcgrpo.config import ConfigError, load, to_yaml
 from hpcgrpo.journal import claim, read_metrics, write_atomically
+from hpcgrpo.launch import ranks
+from hpcgrpo.launch.ranks import CONFIG_FILE, USER_ERROR
 from hpcgrpo.sections import RunConfig
-
-CONFIG_FILE = "config.yaml"
-USER_ERROR = 2  # a rank's exit code for what the user can mend; it has said so itself
-PR_SET_PDEATHSIG = 1
 
 # What may differ between a run and its resumption: nothing here changes what is computed, but for the length.
 MAY_CHANGE = {
@@ -40,16 +35,34 @@ MAY_CHANGE = {
     "train.save_steps",
     "train.save_total_limit",
     "generation.max_batch_tokens",
+    "generation.parity_check",
+    "generation.parity_threshold",
+    "generation.vllm_enforce_eager",
+    "generation.vllm_extra_args",
+    "generation.vllm_gpu_memory_utilization",
+    "generation.vllm_kv_cache_memory_bytes",
+    "generation.vllm_max_concurrency",
+    "generation.vllm_request_timeout",
+    "generation.vllm_server_timeout",
+    "generation.vllm_tensor_parallel_size",
+    "generation.weight_sync",
+    "generation.weight_sync_bucket_bytes",
+    "generation.weight_sync_timeout",
 }
 
 
 def preflight(run: RunConfig, *, fresh: bool) -> bool:
-    """Every check that needs no torch; then the folder is claimed for a moment and config.yaml written.
+    """Every check that needs no torch, then `prepare`. Raises ValueError for what the user can mend."""
+    checks.inputs(run)
+    return prepare(run, fresh=fresh)
+
+
+def prepare(run: RunConfig, *, fresh: bool) -> bool:
+    """Claim the run's folder for a moment and write config.yaml.
 
     False where the run is finished already, and then nothing is touched. Raises ValueError for what the user can
     mend: nothing of an earlier run is lost by it.
     """
-    checks.inputs(run)
     try:
         return _prepare(run, fresh)
     except OSError as error:
@@ -133,52 +146,22 @@ def _flat(run: RunConfig) -> dict[str, Any]:
 
 
 def launch(run: RunConfig) -> int:
-    """Run all ranks to their end under torchrun's agent -> exit code: the first failing rank's 2, or 1."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say what went wrong
-    ranks = run.cluster.ranks
-    threads = run.cluster.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    settings = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.2,
-        logs_specs=DefaultLogsSpecs(log_dir=str(run.folder / "torchrun")),
-    )
-    path = str(run.folder / CONFIG_FILE)
-    try:
-        elastic_launch(settings, sys.executable)("-m", "hpcgrpo.cli", "rank", path)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode != USER_ERROR:
-            how = f"exit code {failure.exitcode}" if failure.exitcode >= 0 else f"signal {-failure.exitcode}"
-            print(
-                f"hpcgrpo: rank {rank} ended with {how}; once its cause is gone, the same command goes on from the"
-                " last checkpoint",
-                file=sys.stderr,
-            )
-        return USER_ERROR if failure.exitcode == USER_ERROR else 1
-    except SignalException as error:
-        print(f"hpcgrpo: ended by signal {int(error.sigval)}; run again to resume", file=sys.stderr)
-        return 128 + int(error.sigval)
-    return 0
-
-
-def die_with_parent() -> None:
-    """On Linux: be killed when the process that started this one ends, however it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Run all ranks on this machine to their end -> exit code: the first failing rank's 2, or 1."""
+    settings = {
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "run_id": uuid.uuid4().hex,
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "localhost:0",
+    }
+    code = ranks.start(run, run.folder, settings)
+    if code not in (0, USER_ERROR):
+        print(
+            "hpcgrpo: once its cause is gone, the same command goes on from the last checkpoint",
+            file=sys.stderr,
+        )
+        return code if code in (128 + signal.SIGTERM, 128 + signal.SIGINT) else 1
+    return code
 
 
 def profile(run: RunConfig) -> dict[str, Any]:

@@ -120,6 +120,14 @@ class FsdpLearner:
     def _logprobs(self, model: PolicyModel, rows: Sequence[Packed]) -> list[Tensor]:
         return [model(row)[0] for row in rows]
 
+    def logprobs_at(self, rows: Sequence[Packed], temperature: float) -> list[Tensor]:
+        """Log-probs [N] of each row's completion tokens at a temperature other than that of training."""
+        trained_at, self.model.temperature = self.model.temperature, temperature
+        try:
+            return self._logprobs(self.model, rows)
+        finally:
+            self.model.temperature = trained_at
+
     def update(self, rows: Sequence[Packed], loss: Loss, *, learning_rate: float) -> dict[str, float]:
         """One optimizer step over packed rows -> this rank's sums of the metrics, and `grad_norm`.
 

@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -162,16 +163,23 @@ def _import(key: str, place: str) -> ModuleType:
         path = Path(place).expanduser().resolve()
         if not path.is_file():
             raise ValueError(f"rewards: {key}: there is no file {path}")
-        return _import_file(path)
+        return _import_file(path, _snapshot(path))
     except ValueError:
         raise
     except (Exception, SystemExit) as error:  # whatever the user's module raises
         raise ValueError(f"rewards: {key}: {place} could not be imported: {error!r}") from error
 
 
-def _import_file(path: Path) -> ModuleType:
+def _snapshot(path: Path) -> Path:
+    """The copy of a user's file that was made when the job was submitted, where this is such a job."""
+    code = os.environ.get("HPCGRPO_CODE")
+    copy = Path(f"{code}/files{path}") if code else path
+    return copy if copy.is_file() else path
+
+
+def _import_file(path: Path, source: Path) -> ModuleType:
     name = f"{path.stem}_{stable_seed(str(path)):x}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, source)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

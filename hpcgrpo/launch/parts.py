@@ -1,0 +1,203 @@
+"""The two parts that a node of a job can play: serving with vLLM engines, or learning with ranks under torchrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hpcgrpo import ports
+from hpcgrpo.attempt import Attempt
+from hpcgrpo.launch import network, slurm
+from hpcgrpo.launch.children import Child
+from hpcgrpo.launch.local import newest_checkpoint
+from hpcgrpo.launch.rendezvous import load_json, secret_file
+from hpcgrpo.launch.serve import Engines, plan
+from hpcgrpo.sections import RunConfig
+
+CODE_USER = 2
+
+
+@dataclass(frozen=True)
+class End:
+    """How this node's part ended."""
+
+    code: int
+    reason: str
+    final: bool = False  # starting again would end the same way
+
+
+class Part(Protocol):
+    """What a node does."""
+
+    def poll(self) -> End | None:
+        """Look after its processes; not None once it has ended."""
+        ...
+
+    def news(self) -> dict[str, Any]:
+        """What node 0 needs to know of it: `moved` in epoch seconds, notes of the ranks."""
+        ...
+
+    def hear(self, message: dict[str, Any]) -> None: ...
+
+    def dump(self) -> None:
+        """Have its processes write their stacks into their logs."""
+        ...
+
+    def kill(self) -> None: ...
+
+
+@dataclass
+class Serve:
+    """A node of vLLM engines."""
+
+    config: RunConfig
+    where: slurm.Place
+    attempt: Attempt
+    address: str
+    say: Any
+    served: bool = False  # the engines were up once
+    tokens: float = -1.0
+    moved: float = 0.0
+    engines: Engines = field(init=False)
+
+    def __post_init__(self) -> None:
+        served = plan(self.config)
+        count = served.engines
+        key = f"{self.where.job}/engines"
+        self.held = ports.take(count, key, self.address)
+        os.environ.update(child_environment(self.attempt, self.address, self.config))
+        self.engines = Engines(
+            served,
+            address=self.address,
+            ports=[held.port for held in self.held],
+            secret_file=secret_file(self.attempt.folder.parent),
+            log_folder=self.attempt.folder,
+            timeout_seconds=self.config.generation.vllm_server_timeout,
+        )
+        self.engines.start()
+        self.say(f"starting {count} vLLM engine{'s' * (count > 1)}")
+
+    def poll(self) -> End | None:
+        self.engines.poll()
+        if self.engines.ready and not self.served:
+            self.served = True
+            self.say(f"engines ready at {', '.join(self.engines.urls)}")
+        return None
+
+    def news(self) -> dict[str, Any]:
+        tokens = self.engines.tokens_generated() or 0.0
+        if tokens != self.tokens or not self.served:  # starting has a limit of its own
+            self.tokens, self.moved = tokens, time.time()
+        ready = [{"url": url, "node": self.where.node, "index": i} for i, url in enumerate(self.engines.urls)]
+        return {"moved": self.moved, "engines": ready if self.served else []}
+
+    def hear(self, message: dict[str, Any]) -> None:
+        """Engines need nothing of the others."""
+
+    def dump(self) -> None:
+        """vLLM's own log says what it does."""
+
+    def kill(self) -> None:
+        self.engines.stop()
+
+
+@dataclass
+class Learn:
+    """A node of learner ranks, under torchrun's agent."""
+
+    config: RunConfig
+    where: slurm.Place
+    attempt: Attempt
+    address: str
+    say: Any
+    agent: Child | None = None
+    held: ports.Held | None = None
+    master: str | None = None
+    engines: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.where.node == self.config.cluster.vllm_nodes:  # the ranks' store lives here
+            self.held = ports.take(1, f"{self.where.job}/master", self.address)[0]
+            self.master = f"{self.address}:{self.held.port}"
+            self._start()
+
+    def _start(self) -> None:
+        fd = self.held.bound.fileno() if self.held else None
+        environment = child_environment(self.attempt, self.address, self.config)
+        environment["HPCGRPO_MASTER"] = str(self.master)
+        if fd is not None:
+            environment["HPCGRPO_MASTER_FD"] = str(fd)
+        command = [sys.executable, "-u", "-m", "hpcgrpo.cli", "ranks", str(self.attempt.folder.parent.parent)]
+        log = self.attempt.folder / f"node-{self.where.node}.log"
+        self.agent = Child(command, environment, log, pass_fds=[fd] if fd is not None else [])
+        if self.held:
+            self.held.release()  # the agent has it now, until it binds it
+        self.say(
+            f"starting {self.config.cluster.ranks_per_node} learner ranks; their store is at {self.master}"
+        )
+
+    def poll(self) -> End | None:
+        code = self.agent.poll() if self.agent else None
+        if code is None:
+            return None
+        return End(code, "its ranks ended" if code == 0 else self._failure(code), final=code == CODE_USER)
+
+    def _failure(self, code: int) -> str:
+        """The first error that a rank of this node wrote, else the code."""
+        errors = [e for p in self.attempt.folder.glob("rank-*.error.json") if (e := load_json(p))]
+        first = min(errors, key=lambda e: float(e.get("time", 0)), default=None)
+        if first is None:
+            how = f"by signal {code - 128}" if code > 128 else f"with code {code}"
+            return f"a rank was ended {how}"
+        return f"rank {first.get('rank')}: {first.get('type')}: {first.get('message')}"
+
+    def news(self) -> dict[str, Any]:
+        said: dict[str, Any] = {"moved": self.attempt.moved_at()}
+        if self.master and self.held:
+            said["master"] = self.master
+        status = self.attempt.read("status")
+        if status:  # rank 0 is on this node
+            folder = self.attempt.folder.parent.parent
+            said |= {"status": status, "checkpoint": list(newest_checkpoint(folder))}
+        return said
+
+    def hear(self, message: dict[str, Any]) -> None:
+        if "master" in message and self.agent is None:
+            self.master = message["master"]
+            self._start()
+        if "server" in message and message["server"]["engines"] != self.engines:
+            self.engines = message["server"]["engines"]
+            self.attempt.note("server", message["server"])
+
+    def dump(self) -> None:
+        for path in self.attempt.folder.glob(f"rank-*.pid-{self.where.node}"):
+            with suppress(OSError, ValueError):
+                os.kill(int(path.read_text()), signal.SIGQUIT)
+
+    def kill(self) -> None:
+        if self.agent is not None:
+            self.agent.kill()
+            for path in self.attempt.folder.glob(
+                f"rank-*.pid-{self.where.node}"
+            ):  # they die with their agent
+                path.unlink(missing_ok=True)
+
+
+def child_environment(attempt: Attempt, address: str, config: RunConfig) -> dict[str, str]:
+    """What ranks and engines get: where they are, and the interface between the nodes."""
+    environment = os.environ | {
+        "HPCGRPO_ATTEMPT": str(attempt.folder),
+        "HPCGRPO_NODE": str(attempt.node),
+        "HPCGRPO_ADDRESS": address,
+        "PYTHONUNBUFFERED": "1",
+    }
+    interface = config.cluster.interface or network.interface_of(address)
+    if interface is not None:  # else gloo asks for the host name, which often leads to 127.0.1.1
+        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+        environment.setdefault("NCCL_SOCKET_IFNAME", interface)
+    return environment

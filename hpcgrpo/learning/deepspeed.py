@@ -1,0 +1,297 @@
+"""The DeepSpeed ZeRO-3 learner: the FSDP2 learner's twin, with the same rows, losses, weights and checkpoints.
+
+What is sharded is ours to see as well: float32 masters and Adam's moments stand in the training state as one flat
+DTensor for each parameter, views of ZeRO's own memory. So torch.distributed.checkpoint saves, loads and reshards
+them as it does FSDP2's, and DeepSpeed's own checkpoint format, tied to one number of ranks, is not needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from hpcgrpo.algorithms.base import Loss
+from hpcgrpo.learning.attention import check_model
+from hpcgrpo.learning.fsdp import PolicyModel, extreme, whole_model
+from hpcgrpo.learning.packing import Packed, pack_row, with_streams
+from hpcgrpo.types import MicroBatch
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+PERSISTENT_ELEMENTS = 100_000  # smaller parameters (norms, biases) stay whole on every rank
+BUCKET_ELEMENTS = 2**26  # gradients reduced together
+GROUP_ELEMENTS = 2**27  # of a rank's masters that one optimizer call takes; bounds the copy of their gradients
+
+
+class DeepSpeedLearner:
+    """One policy in training. Every method is collective over the learner ranks."""
+
+    def __init__(
+        self,
+        model_name_or_path: str,
+        *,
+        mesh: DeviceMesh,
+        device: torch.device,
+        temperature: float,
+        bf16: bool,
+        gradient_checkpointing: bool,
+        attn_implementation: str,
+        chunk_bytes: int,
+        weight_decay: float,
+        betas: tuple[float, float],
+        epsilon: float,
+        max_grad_norm: float,
+        with_reference: bool,
+    ) -> None:
+        """As FsdpLearner. Raises ValueError where DeepSpeed is not installed as well; the process group must exist,
+        and `mesh` be all of it."""
+        self.device, self.world = device, mesh.size()
+        self.dtype = torch.bfloat16 if bf16 else torch.float32
+        self._library = library(device)
+        settings = _settings(self.dtype, gradient_checkpointing, max_grad_norm)
+
+        def policy(trained: bool) -> PolicyModel:
+            return _partitioned_policy(
+                self._library,
+                settings,
+                model_name_or_path,
+                device=device,
+                dtype=self.dtype,
+                temperature=temperature,
+                chunk_bytes=chunk_bytes,
+                attn_implementation=attn_implementation,
+                gradient_checkpointing=trained and gradient_checkpointing,
+            )
+
+        trained = policy(True)
+        adam = torch.optim.AdamW(
+            trained.parameters(), lr=0.0, betas=betas, eps=epsilon, weight_decay=weight_decay, fused=True
+        )
+        self.model = self._wrapped(trained.train(), settings, adam)
+        self.reference = None
+        if with_reference:
+            self.reference = self._wrapped(policy(False).eval().requires_grad_(False), settings)
+        self._begin_moments(adam)
+        self._masters = self._sharded(mesh, None)
+        self._moments = {key: self._sharded(mesh, key) for key in MOMENTS}
+        if self.dtype != torch.float32:
+            self._fill_masters(model_name_or_path)
+
+    def _wrapped(self, model: PolicyModel, settings: dict[str, Any], adam: Any = None) -> Any:
+        wrapped, *_ = self._library.initialize(
+            model=model, optimizer=adam, config=settings, dist_init_required=False
+        )
+        head: Any = model.lm.get_output_embeddings()  # type: ignore[operator]
+        for parameter in head.parameters(recurse=False):  # read by the policy's forward, not by the head's own
+            self._library.zero.register_external_parameter(model, parameter)
+        return wrapped
+
+    @property
+    def lm(self) -> Any:
+        return self.model.module.lm
+
+    def prepare(self, micro_batches: Sequence[MicroBatch], *, old: bool, reference: bool) -> list[Packed]:
+        """Pack the rows of one optimizer step and add the log-prob streams that its loss needs."""
+        rows = [pack_row(m, self.device) for m in micro_batches]
+        if old:
+            rows = [
+                with_streams(r, old=x) for r, x in zip(rows, self._logprobs(self.model, rows), strict=True)
+            ]
+        if reference:
+            assert self.reference is not None
+            streams = self._logprobs(self.reference, rows)
+            rows = [with_streams(r, reference=x) for r, x in zip(rows, streams, strict=True)]
+        return rows
+
+    @torch.no_grad()
+    def _logprobs(self, model: Any, rows: Sequence[Packed]) -> list[Tensor]:
+        return [model(row)[0] for row in rows]
+
+    def update(self, rows: Sequence[Packed], loss: Loss, *, learning_rate: float) -> dict[str, float]:
+        """One optimizer step over packed rows -> this rank's sums of the metrics, and `grad_norm`.
+
+        Gradients are sums under the token weights: the ranks' mean that ZeRO takes is undone by the world size.
+        A step whose gradient norm is not finite is left out by ZeRO and counted in `skipped_updates`.
+        """
+        sums: dict[str, list[Tensor]] = {}
+        for i, row in enumerate(rows):
+            self.model.set_gradient_accumulation_boundary(i == len(rows) - 1)
+            logprobs, entropy = self.model(row)
+            if row.batch is None:
+                total = logprobs.sum() * 0
+            else:
+                total, metrics = loss(logprobs, row.batch)
+                for name, value in {**metrics, "loss": total.detach(), "entropy": entropy.sum()}.items():
+                    sums.setdefault(name, []).append(value.detach())
+            self.model.backward(total * self.world, scale_wrt_gas=False)
+        for group in self.model.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.model.step()
+        return {
+            **{name: extreme(name)(torch.stack(values)).item() for name, values in sums.items()},
+            "grad_norm": float(self.model.get_global_grad_norm()),
+            "skipped_updates": float(not self.model.was_step_applied()),
+        }
+
+    @torch.no_grad()
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole in float32, by its transformers name, one at a time: all ranks must iterate to the
+        end."""
+        for name, parameter in self.lm.named_parameters():
+            yield name, self._masters[name].full_tensor().view(parameter.ds_shape)
+
+    def state(self) -> dict[str, Any]:
+        """The sharded training state, as torch.distributed.checkpoint takes it; loading writes into its tensors."""
+        return {"model": self._masters, "optimizer": {**self._moments, "step": self._steps()[0]}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from `state`, which must be what `state()` gave, filled by torch.distributed.checkpoint."""
+        assert state["model"] is self._masters or all(
+            state["model"][name] is shard for name, shard in self._masters.items()
+        )
+        for step in self._steps():
+            step.copy_(state["optimizer"]["step"])
+        self._spread_masters()
+
+    def _begin_moments(self, adam: torch.optim.AdamW) -> None:
+        """Adam's state as its first step would make it, so that it can be loaded before."""
+        for flat in self.model.optimizer.fp32_partitioned_groups_flat:
+            zeros = {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
+            adam.state[flat] = {"step": torch.zeros((), dtype=torch.float32, device=flat.device), **zeros}
+
+    def _steps(self) -> list[Tensor]:
+        return [state["step"] for state in self.model.optimizer.optimizer.state.values()]
+
+    def _sharded(self, mesh: DeviceMesh, moment: str | None) -> dict[str, DTensor]:
+        """A view of every parameter's masters, or of a moment of theirs. ZeRO pads the last rank's share: left out."""
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+        found = {}
+        for name, parameter in self.lm.named_parameters():
+            mine = (
+                safe_get_local_fp32_param(parameter)
+                if moment is None
+                else safe_get_local_optimizer_state(parameter, moment)
+            )
+            size = parameter.ds_numel
+            start = min(size, dist.get_rank() * mine.numel())
+            found[name] = DTensor.from_local(
+                mine.detach()[: size - start], mesh, [Shard(0)], run_check=False, shape=(size,), stride=(1,)
+            )
+        return found
+
+    @torch.no_grad()
+    def _fill_masters(self, model_name_or_path: str) -> None:
+        """Masters from the checkpoint's own values, not from what half precision left of them."""
+        state = whole_model(model_name_or_path).state_dict() if dist.get_rank() == 0 else {}
+        for name, shard in self._masters.items():
+            whole = torch.empty(shard.shape, dtype=torch.float32, device=self.device)
+            if name in state:
+                whole.copy_(state[name].flatten())
+            dist.broadcast(whole, src=0)
+            mine = shard.to_local()
+            start = min(len(whole), dist.get_rank() * -(-len(whole) // self.world))
+            mine.copy_(whole[start : start + len(mine)])
+        self._spread_masters()
+
+    @torch.no_grad()
+    def _spread_masters(self) -> None:
+        """Bring what the model computes with to the masters, as ZeRO does after a step."""
+        zero = self.model.optimizer
+        zero._partition_all_parameters()
+        for i in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(i)
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def library(device: torch.device) -> Any:
+    """DeepSpeed, for the kind of `device`. Raises ValueError where it is not installed."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("LOCAL_RANK", "0")
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ValueError(
+            f"train.learner: deepspeed, but DeepSpeed cannot be imported ({error}); install it with"
+            " pip install 'hpcgrpo[deepspeed]', or leave train.learner at fsdp"
+        ) from None
+    # a shared-memory collective for inference, which would be compiled now, for two minutes, into the home folder
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _settings(dtype: torch.dtype, gradient_checkpointing: bool, max_grad_norm: float) -> dict[str, Any]:
+    """DeepSpeed's configuration: half precision is in the model alone; sums of gradients are float32."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # rows: what a row holds is decided elsewhere
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": max_grad_norm,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "sub_group_size": GROUP_ELEMENTS,
+            "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
+            "memory_efficient_linear": False,
+        },
+    }
+
+
+def _partitioned_policy(
+    library: Any,
+    settings: dict[str, Any],
+    model_name_or_path: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    temperature: float,
+    chunk_bytes: int,
+    attn_implementation: str,
+    gradient_checkpointing: bool,
+) -> PolicyModel:
+    """Partitioned parameter by parameter as it is built, then filled from rank 0, which alone reads the weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = AutoConfig.from_pretrained(model_name_or_path)
+    packed = attn_implementation == "packed"
+    if packed:
+        check_model(config)
+    whole = whole_model(model_name_or_path) if dist.get_rank() == 0 else None
+    # no dtype of its own: Init takes what it is given for half precision where a CPU has no float16
+    with library.zero.Init(config_dict_or_path=settings), no_init_weights():
+        lm = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation
+        )
+    lm.tie_weights()
+    if gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    _fill(library, lm, whole, device)
+    return PolicyModel(lm, temperature=temperature, chunk_bytes=chunk_bytes, packed_attention=packed)
+
+
+@torch.no_grad()
+def _fill(library: Any, lm: Any, whole: Any, device: torch.device) -> None:
+    """Weights one by one; buffers (rotary tables) in float32, since they are not partitioned."""
+    state = whole.state_dict() if whole is not None else {}
+    for name, parameter in lm.named_parameters():
+        with library.zero.GatheredParameters([parameter], modifier_rank=0):
+            if name in state:
+                parameter.copy_(state[name])
+    theirs = dict(whole.named_buffers()) if whole is not None else {}
+    for name, buffer in lm.named_buffers():
+        buffer.data = buffer.to(device, torch.float32 if buffer.is_floating_point() else buffer.dtype)
+        if name in theirs:
+            buffer.copy_(theirs[name])
+        dist.broadcast(buffer, src=0)

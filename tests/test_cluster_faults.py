@@ -1,0 +1,219 @@
+"""What breaks on a cluster costs minutes, not the run: real jobs on a real Slurm, each hurt in the middle of a step.
+
+Every run here ends with the very weights, metrics and rollouts of a run that nothing happened to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from cluster import REPORT, Cluster, write_cluster_config
+from runs import hpcgrpo, metrics, rollouts, tensors
+
+from hpcgrpo import ports
+
+pytestmark = pytest.mark.slow
+STEPS = 9
+STEP_SECONDS = 1.5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the module's runs are; `logs/unbroken` is the one that nothing happens to, on this machine."""
+    folder = tmp_path_factory.mktemp("faults")
+    config = write_cluster_config(folder, name="unbroken", nodes=1, nproc=2, steps=STEPS)
+    done = hpcgrpo("train", str(config))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def same_as_unbroken(folder: Path, run: Path, scratch: Path) -> None:
+    """No step was lost or done twice, and what was sampled and learnt is equal bit for bit."""
+    unbroken = folder / "logs" / "unbroken"
+    assert [line["step"] for line in metrics(run)] == list(range(1, STEPS + 1))
+    assert metrics(run) == metrics(unbroken)
+    assert rollouts(run) == rollouts(unbroken)
+    positions = [
+        json.loads(line)["position"] for text in rollouts(run).values() for line in text.splitlines()
+    ]
+    assert sorted(set(positions)) == list(range(4 * STEPS))  # 16 completions a step in groups of 4
+    expected, found = (tensors(r / f"checkpoints/checkpoint-{STEPS}/state", scratch) for r in (unbroken, run))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(tensor, found[key]) for key, tensor in expected.items())
+    before = tensors(run / "checkpoints/checkpoint-2/state", scratch)
+    assert any(not torch.equal(before[k], found[k]) for k in before if k.startswith("/model/")), (
+        "nothing was learnt"
+    )
+
+
+def steps_done(run: Path) -> int:
+    try:
+        return len((run / "metrics.jsonl").read_text().splitlines())
+    except FileNotFoundError:
+        return 0
+
+
+class Suffering:
+    """A run on the cluster to which things are done; how long it takes each time to get further goes to REPORT."""
+
+    def __init__(self, cluster: Cluster, config: Path, *overrides: str) -> None:
+        self.cluster, self.config, self.overrides = cluster, config, overrides
+        self.run = config.parent / "logs" / config.stem
+        self.job = self.submit()
+
+    def submit(self) -> str:
+        self.job = self.cluster.submit(self.config, *self.overrides)
+        return self.job
+
+    def reach(self, step: int) -> None:
+        """Wait until a step is over and the next one is about half done."""
+        self.cluster.until(lambda: steps_done(self.run) >= step, f"step {step}", timeout_seconds=150)
+        time.sleep(STEP_SECONDS / 2)
+
+    def started_again(self, what: str, times: int) -> None:
+        """Wait until the job has run on for more steps than before the fault, which is now."""
+        began, before = time.monotonic(), steps_done(self.run)
+        self.cluster.wait_for(self.job, lambda f: f["Restarts"] == str(times) and f["JobState"] == "RUNNING")
+        queued = time.monotonic() - began
+        self.cluster.until(lambda: steps_done(self.run) > before, f"step {before + 1}", timeout_seconds=150)
+        lost = time.monotonic() - began
+        REPORT.append(f"lost to {what}: {lost:.0f} s, of which {queued:.0f} s in Slurm's queue")
+
+    def nodes(self) -> list[str]:
+        names = self.cluster.login("scontrol", "show", "hostnames", self.cluster.job(self.job)["NodeList"])
+        return str(names.stdout).split()
+
+    def finish(self) -> None:
+        self.cluster.wait_for(self.job, "COMPLETED", timeout_seconds=150)
+
+
+def test_killed_rank_crashed_node_preemption_and_a_controller_that_is_away(
+    cluster: Cluster, folder: Path, tmp_path: Path
+) -> None:
+    """All in one job, one after the other, since each costs a start."""
+    config = write_cluster_config(folder, name="hurt", nodes=2, steps=STEPS, step_seconds=STEP_SECONDS)
+    hurt = Suffering(cluster, config, "cluster.slurm_partition=low")
+
+    hurt.reach(3)
+    ranks = cluster.processes(r"hpcgrpo\S* rank ", node=hurt.nodes()[1])
+    assert len(ranks) == 1
+    cluster.kill(ranks)
+    hurt.started_again("kill -9 of a rank", 1)
+
+    hurt.reach(5)
+    crashed = hurt.nodes()[1]
+    cluster.crash(crashed)
+    hurt.started_again("a crashed node", 2)
+    assert crashed not in hurt.nodes()
+
+    hurt.reach(6)
+    wanted = ["--exclusive", f"--nodelist={','.join(hurt.nodes())}", "-N2"]
+    preempting = cluster.login(
+        "sbatch", "--parsable", "-pmain", *wanted, "-o/dev/null", "--wrap=sleep 2"
+    ).stdout
+    cluster.track(preempting.strip())
+    hurt.started_again("preemption", 3)
+
+    hurt.reach(7)
+    cluster.crash("slurmctld")
+    ended = hurt.run / "slurm" / "ended.json"
+    cluster.until(ended.exists, "the run's end without a controller", timeout_seconds=60)
+    cluster.boot("slurmctld")
+    hurt.finish()
+    same_as_unbroken(folder, hurt.run, tmp_path)
+
+
+def test_the_time_limit(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
+    """A run that does not fit into its job saves in time, goes back into the queue and goes on."""
+    config = write_cluster_config(
+        folder, name="limited", nodes=2, steps=STEPS, save_steps=100, step_seconds=6
+    )
+    limited = Suffering(cluster, config, "cluster.timeout_min=1")
+    fields = cluster.wait_for(limited.job, "COMPLETED", timeout_seconds=280)
+    assert int(fields["Restarts"]) in (1, 2)
+    first = json.loads((limited.run / f"slurm/{limited.job}.0/ended.json").read_text())
+    assert "time limit" in first["reason"]
+    assert first["requeued"]
+    assert first["last_step"] >= 1, "nothing was saved before the limit"
+    same_as_unbroken(folder, limited.run, tmp_path)
+
+
+def test_cancelled_then_a_full_disk_during_a_checkpoint(
+    cluster: Cluster, folder: Path, tmp_path: Path
+) -> None:
+    """Neither is the end of a run: submitted again, it goes on."""
+    config = write_cluster_config(folder, name="cancelled", nodes=2, steps=STEPS, step_seconds=STEP_SECONDS)
+    checkpoints = folder / "logs" / "cancelled" / "checkpoints"
+    with small_disk(cluster, checkpoints):
+        run = Suffering(cluster, config)
+        run.reach(3)
+        began = time.monotonic()
+        cluster.cancel(run.job)
+        cluster.until(lambda: not cluster.processes(), "nothing left running", timeout_seconds=30)
+        REPORT.append(f"scancel: nothing left running after {time.monotonic() - began:.1f} s")
+        cluster.wait_for(run.job, "CANCELLED")
+
+        filler = checkpoints / "filler"
+        with filler.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(checkpoints).free - 2**20)
+        run.submit()
+        cluster.wait_for(run.job, "FAILED", timeout_seconds=150)
+        assert "No space left on device" in cluster.job_log(run.job)
+        assert not cluster.processes()
+
+        filler.unlink()
+        run.submit()
+        run.finish()
+        same_as_unbroken(folder, run.run, tmp_path)
+
+
+@contextmanager
+def small_disk(cluster: Cluster, folder: Path) -> Iterator[None]:
+    """A file system of 50 MB at `folder`, on the nodes too, which see what was mounted when they boot."""
+    folder.mkdir(parents=True, mode=0o700)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=50m,mode=700", "tmpfs", folder], check=True)
+    try:
+        cluster.reboot()
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+        cluster.reboot()  # what runs there would hold the mount
+
+
+def test_a_stale_server_file_and_ports_that_are_taken(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
+    config = write_cluster_config(folder, name="crowded", nodes=2, steps=STEPS)
+    crowded = Suffering(cluster, config, "cluster.slurm_additional_parameters={hold: true}", NODELIST)
+    attempt = crowded.run / "slurm" / f"{crowded.job}.0"
+    attempt.mkdir(mode=0o700)
+    stale = {"attempt": f"{int(crowded.job) - 1}.0", "address": cluster.address("node2"), "control_port": 9}
+    (attempt / "server.json").write_text(json.dumps(stale | {"pid": 1, "host": "node2", "engines": []}))
+    taken = [next(ports.band(f"{crowded.job}/{what}")) for what in ("hub", "master")]
+    cluster.enter(
+        "node0", "sh", "-c", f"{sys.executable} -c '{LISTEN}' {taken[0]} {taken[1]} >/dev/null 2>&1 &"
+    )
+    cluster.until(lambda: len(cluster.processes("socket", node="node0")) == 1, "ports taken")
+    cluster.login("scontrol", "release", crowded.job)
+    crowded.finish()
+    cluster.kill(cluster.processes("socket", node="node0"))
+    server = json.loads((attempt / "server.json").read_text())
+    assert server["attempt"] == f"{crowded.job}.0"
+    assert server["control_port"] not in taken
+    same_as_unbroken(folder, crowded.run, tmp_path)
+
+
+NODELIST = "cluster.slurm_nodelist=node[0-1]"
+LISTEN = (
+    "import socket,sys,time\n"
+    "held=[socket.create_server((str(),int(p))) for p in sys.argv[1:]]\n"
+    "time.sleep(300)"
+)

@@ -45,6 +45,10 @@ class Attempt:
         """{"reason", "urgent"} once a stop was asked for."""
         return _read(self._stop)
 
+    def forget_stop(self) -> None:
+        """Take the request back: a new start in the same folder."""
+        self._stop.unlink(missing_ok=True)
+
     def urgent(self) -> bool:
         """Whether the ranks are to stop without finishing their step."""
         return bool((self.stop_request() or {}).get("urgent"))

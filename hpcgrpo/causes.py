@@ -14,7 +14,9 @@ class Cause:
     pattern: str  # of one line, or of an exception's type and message
     what: str
     way_out: str
-    secondary: bool = False  # something else failed before, and this process noticed
+    distance: int = (
+        0  # from the root: 0 a failure of its own, 1 a symptom, 2 a process that noticed another's end
+    )
     anywhere: bool = False  # so distinct that it counts in lines that don't look like errors
 
 
@@ -46,7 +48,7 @@ CAUSES = (
     ),
     Cause(
         "cancelled",
-        r"\*\*\* (?:JOB|STEP) \S+ ON .* CANCELLED|^cancelled\b|; cancelled;",
+        r"\*\*\* (?:JOB|STEP) \S+ ON .* CANCELLED(?!.*REQUEUE)|^cancelled\b|; cancelled;",
         "somebody cancelled the job (scancel), or its dependency failed",
         "submit again: the run goes on from its last checkpoint",
         anywhere=True,
@@ -255,7 +257,7 @@ CAUSES = (
     # ---- processes that end without a word
     Cause(
         "killed",
-        r"ended (?:with|by) signal 9\b|task \d+: Killed|exit(?:ed with exit)? code 137\b|ended with code (?:137|-9)\b"
+        r"ended (?:with|by) signal 9\b|exit(?:ed with exit)? code 137\b|ended with code (?:137|-9)\b"
         r"|\bSIGKILL\b",
         "a process was killed from outside (signal 9): most often by the kernel, since memory was full; else by hand",
         "look at the node's memory (`sacct -j JOB -o MaxRSS`, `dmesg`), raise cluster.mem_gb; the run goes on from its"
@@ -265,7 +267,8 @@ CAUSES = (
     Cause(
         "crash",
         r"Segmentation fault|\bSIGSEGV\b|ended (?:with|by) signal (?:11|4|8)\b|ended with code (?:139|-11)\b"
-        r"|core dumped|Fatal Python error|ended (?:with|by) signal 6\b|ended with code (?:134|-6)\b|Illegal instruction",
+        r"|core dumped|Fatal Python error|Illegal instruction"
+        r"|ended (?:with|by) signal 6\b|ended with code (?:134|-6)\b",
         "a process crashed in native code",
         "its log shows the stacks of all threads; look whether torch, vLLM and the driver fit together",
         anywhere=True,
@@ -284,6 +287,7 @@ CAUSES = (
         "nothing moved on any node for cluster.idle_timeout_min, so the job was ended",
         "the stacks in the ranks' logs show where each one stood; raise cluster.idle_timeout_min if one phase takes so"
         " long",
+        distance=1,
         anywhere=True,
     ),
     Cause(
@@ -293,6 +297,7 @@ CAUSES = (
         "ranks waited for one another too long: one hung, or the network between them does not carry",
         "look at what the others did at that time; set cluster.interface to the nodes' fast network (e.g. ib0), and"
         " compare `NCCL_DEBUG=INFO` (in cluster.slurm_setup)",
+        distance=1,
         anywhere=True,
     ),
     Cause(
@@ -326,25 +331,33 @@ CAUSES = (
         "a vLLM engine did not come up, or died again and again",
         "its log (engine-*.log of the attempt) says why; with a large model raise generation.vllm_server_timeout",
     ),
-    # ---- what only follows from another failure
+    # ---- symptoms, and what only follows from another failure
+    Cause(
+        "step killed",
+        r"task \d+: Killed|Force Terminated|forcing job termination",
+        "Slurm, or the kernel, killed what the job ran on a node",
+        "look at `sacct -j JOB -o State,ExitCode,MaxRSS` and at the node's system log; submit again to go on",
+        distance=1,
+        anywhere=True,
+    ),
     Cause(
         "ended from outside",
         r"^SIG(?:TERM|USR1|USR2)\b",
         "a signal from outside: preemption, scancel, or the time limit coming near",
         "Slurm's own log (slurm/job-*.log) may say which; submit again: the run goes on from its last checkpoint",
-        secondary=True,
+        distance=1,
         anywhere=True,
     ),
     Cause(
         "another process failed",
         r"[Cc]onnection (?:was )?(?:closed|reset|aborted|lost)|Connection reset by peer|Socket closed|Broken pipe"
-        r"|closed by peer|another rank|ncclRemoteError|remote process (?:exited|has)|was lost\b|ended with exit code"
-        r"|ChildFailedError|node 0 (?:says|is gone)|Exited with exit code|SIGTERM|signal 15\b|signal: Terminated"
-        r"|store\b.*\bclosed|failed to (?:recv|send)|unexpectedly closed|Some other rank|recvValue failed|Not connected"
-        r"|its ranks ended|ended with code|a rank was ended|Terminated\b",
+        r"|closed by peer|another rank|ncclRemoteError|remote process (?:exited|has)|was lost\b|ChildFailedError"
+        r"|ended with exit code (?!0)|ended with code (?!0\b)|a rank was ended|Exited with exit code"
+        r"|node 0 (?:says|is gone)|SIGTERM|signal 15\b|signal: Terminated|Terminated\b|Not connected"
+        r"|store\b.*\bclosed|failed to (?:recv|send)|unexpectedly closed|Some other rank|recvValue failed",
         "another process failed before, and this one lost its line to it",
         "look at the node that is gone: `sacct -j JOB`, its system log; submit again to go on",
-        secondary=True,
+        distance=2,
         anywhere=True,
     ),
 )

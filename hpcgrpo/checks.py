@@ -73,6 +73,8 @@ def check(run: RunConfig) -> dict[str, Any]:
     template = template_of(algorithm.options)
     shown = _shown(prompts, template, counts) if prompts else {}
     sample = prompts.take(0, 1)[0] if prompts else _plain(rows[0]) if rows else None
+    if prompts and sample:
+        _compare_format(run, sample, notes)
     return {
         "name": run.name,
         "algorithm": dict(algorithm.options),
@@ -239,6 +241,21 @@ def _shown(prompts: Prompts, template: str | None, counts: Arithmetic) -> dict[s
 def _plain(row: Row) -> Prompt:
     """A prompt for the rewards alone, where there is no tokenizer."""
     return Prompt(0, row.index, row.messages, row.question, (), row.columns, row.conversational)
+
+
+def _compare_format(run: RunConfig, prompt: Prompt, notes: Notes) -> None:
+    """Whether the rewards of form expect the completion to begin where the chat template has it begin."""
+    opened = prompt.text.rstrip().endswith("<think>")
+    for name in ("format", "cppo_format"):
+        options = run.rewards.get(name)
+        if options is not None and opened != (
+            isinstance(options, Mapping) and bool(options.get("think_in_prompt"))
+        ):
+            ends = "ends the prompt with <think>" if opened else "does not end the prompt with <think>"
+            notes.warnings.append(
+                f"rewards.{name}: the chat template {ends}, so set rewards.{name}.think_in_prompt={str(opened).lower()};"
+                " as it is, hardly any completion has the form"
+            )
 
 
 def _counts(run: RunConfig, counts: Arithmetic, usable: int | None) -> dict[str, int | None]:

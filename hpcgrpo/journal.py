@@ -91,11 +91,11 @@ class Journal:
         for tracker in self.trackers:
             tracker(step, values)
 
-    def rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Everything that was sampled in a step, one JSON object a line, in rollouts/step-<step>.jsonl."""
+    def rollouts(self, step: int, rows: Iterable[Mapping[str, Any]], kind: str = "step") -> None:
+        """Everything that was sampled in a step, one JSON object a line, in rollouts/<kind>-<step>.jsonl."""
         if self.log_completions:
             text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-            write_atomically(self.folder / "rollouts" / f"step-{step:06d}.jsonl", text)
+            write_atomically(self.folder / "rollouts" / f"{kind}-{step:06d}.jsonl", text)
 
 
 def _tensorboard(folder: Path, resumed_step: int) -> Any:

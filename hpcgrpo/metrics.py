@@ -131,6 +131,13 @@ def rollout_rows(credited: Credited) -> Iterator[dict[str, Any]]:
             yield _rollout_row(rollout, stage="sample", advantage=advantage, kept=kept)
 
 
+def held_out_rows(answers: Mapping[str, Sequence[Rollout]]) -> Iterator[dict[str, Any]]:
+    """Held-out answers as they are kept on disk; `stage` is eval or eval/two_pass."""
+    for stage, rollouts in answers.items():
+        for rollout in rollouts:
+            yield _rollout_row(rollout, stage=stage)
+
+
 def _rollout_row(rollout: Rollout, **more: Any) -> dict[str, Any]:
     prompt, completion = rollout.prompt, rollout.completion
     return {

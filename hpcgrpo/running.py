@@ -18,11 +18,11 @@ from hpcgrpo.algorithms.igrpo import REFINE_TEMPLATE, template_of
 from hpcgrpo.arithmetic import Arithmetic
 from hpcgrpo.attempt import Attempt
 from hpcgrpo.config import ConfigError
-from hpcgrpo.heldout import evaluate
+from hpcgrpo.heldout import Answers, evaluate
 from hpcgrpo.journal import FolderInUse, Journal, ProgressLine, write_atomically
 from hpcgrpo.learning import checkpoint
 from hpcgrpo.learning.fsdp import FsdpLearner, export
-from hpcgrpo.metrics import rollout_rows
+from hpcgrpo.metrics import held_out_rows, rollout_rows
 from hpcgrpo.sections import RunConfig
 from hpcgrpo.trainer import StepRecord, Trainer
 from hpcgrpo.types import Prompt, Stopped
@@ -78,15 +78,17 @@ def _until_stopped(run: Run) -> Iterator[StepRecord]:
     trainer, train = run.trainer, run.config.train
     if run.held_out and run.resumed_from is None:
         trainer.sync()
-        yield StepRecord(0, held_out(run), None)
+        found, answers = held_out(run)
+        yield StepRecord(0, found, None, answers)
     began = time.perf_counter()
     for record in trainer.steps():
         last = record.step == run.counts.max_steps
-        metrics = dict(record.metrics)
+        metrics, answers = dict(record.metrics), {}
         every = run.config.eval.every_steps if run.config.eval else None
         if run.held_out and (last or (every and record.step % every == 0)):
             with trainer.profile.phase("evaluate"):
-                metrics |= held_out(run)
+                found, answers = held_out(run)
+                metrics |= found
         if last or record.step % train.save_steps == 0:
             with trainer.profile.phase("save"):
                 save(run, wait=last)
@@ -101,14 +103,14 @@ def _until_stopped(run: Run) -> Iterator[StepRecord]:
         metrics["perf/peak_memory_gb"] = max(peak for peak, _ in said)
         run.step_seconds = [*run.step_seconds, now - began][-SLOWEST_OF:]
         began = now
-        yield StepRecord(record.step, metrics, record.credited)
+        yield StepRecord(record.step, metrics, record.credited, answers)
         _note(run)
         if any(asked for _, asked in said) and not last:
             raise Stopped(agreed=True)
 
 
-def held_out(run: Run) -> dict[str, float]:
-    """Held-out metrics at the present weights; collective."""
+def held_out(run: Run) -> tuple[dict[str, float], Answers]:
+    """Held-out metrics and answers at the present weights; collective."""
     settings = run.config.eval
     assert settings is not None
     template = settings.refine_template or template_of(run.algorithm.options) or REFINE_TEMPLATE
@@ -174,6 +176,8 @@ def lead(run: Run) -> None:
         for record in steps(run):
             check_lease(run)
             journal.metrics(record.step, record.metrics)
+            if record.held_out:
+                journal.rollouts(record.step, held_out_rows(record.held_out), kind="eval")
             if record.credited is not None:
                 journal.rollouts(record.step, rollout_rows(record.credited))
                 progress.step(record.step, record.metrics)

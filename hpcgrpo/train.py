@@ -64,7 +64,10 @@ def rank_main(config: RunConfig, summary: IO[str] = sys.stderr) -> None:
     attempt = Attempt.of_environment()
     lock = take_folder(config, attempt) if int(os.environ.get("RANK", "0")) == 0 else None
     ranks, device = join(config)
-    run = assemble(config, ranks, device, attempt)
+    try:
+        run = assemble(config, ranks, device, attempt)
+    except Stopped:
+        return  # before anything was done that could be saved
     run.summary = summary
     try:
         if ranks.rank == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from hpcgrpo import batching
@@ -103,6 +103,7 @@ class StepRecord:
     step: int
     metrics: Mapping[str, float]
     credited: batching.Credited | None  # None: an evaluation alone
+    held_out: Mapping[str, Sequence[Rollout]] = field(default_factory=dict)
 
 
 @dataclass
@@ -152,13 +153,8 @@ class Trainer:
         Raises Stopped on all ranks where one is to stop at once: nothing of the step has been learnt then.
         """
         exploration = Exploration(self, self.progress.position)
-        try:
-            mine = exploration.more()
-            groups = [replace(g, rank=self.ranks.rank) for g in self.algorithm.explore(mine, exploration)]
-        except Stopped as stop:
-            if not stop.agreed:
-                self.ranks.gather(("stop", None))
-            raise
+        mine = exploration.more()
+        groups = [replace(g, rank=self.ranks.rank) for g in self.algorithm.explore(mine, exploration)]
         whole = [g for g in groups if _answered(g)]
         with self.profile.phase("exchange"):
             shares = self.exchange((whole, exploration.sampled, len(groups) - len(whole)))
@@ -233,6 +229,14 @@ class Trainer:
         """Push the policy's weights to the generator."""
         self.generator.update_weights(self.learner.full_parameters, self.progress.updates)
 
+    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        try:
+            return self.generator.generate(requests, sampling)
+        except Stopped as stop:
+            if not stop.agreed:  # the other ranks are in `exchange`, or on their way there
+                self.ranks.gather(("stop", None))
+            raise Stopped(agreed=True) from None
+
     def rollouts(
         self, prompts: Sequence[Prompt], num: int, stage: str, sampling: Sampling
     ) -> list[tuple[Rollout, ...]]:
@@ -243,7 +247,7 @@ class Trainer:
             for i in range(num)
         ]
         with self.profile.phase("generate"):
-            completions = self.generator.generate(requests, sampling)
+            completions = self._generate(requests, sampling)
         repeated = [p for p in prompts for _ in range(num)]
         with self.profile.phase("grade"):
             scores = self.score(repeated, completions)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
+    AttentionInterface,
     Gemma2Config,
     GptOssConfig,
     LlamaConfig,
@@ -20,6 +23,10 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+)
+from transformers.modeling_flash_attention_utils import (
+    _is_packed_sequence,
+    prepare_fa_kwargs_from_position_ids,
 )
 
 from hpcgrpo.learning import attention
@@ -282,3 +289,62 @@ def test_cuda_equals_cpu() -> None:
         out, _ = packed_attention(torch.nn.Identity(), q, k, v, None, scaling=0.25, layout=layout)
         results.append([x.cpu().float() for x in (out, *torch.autograd.grad(out.square().sum(), (q, k, v)))])
     assert_near(results[1], results[0], 3e-2)
+
+
+@pytest.mark.parametrize("requested", ["packed", "sdpa", "eager"])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_what_is_asked_for_is_chosen_where_it_can_run(requested: str, device_type: str) -> None:
+    assert attention.attention_choice(requested, device_type) == (requested, None)
+
+
+def test_without_a_gpu_or_the_package_flash_attention_gives_way_to_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen, note = attention.attention_choice("flash_attention_2", "cpu")
+    assert chosen == ATTENTION and note is not None and "needs a GPU" in note
+    monkeypatch.setattr(
+        attention, "is_flash_attn_2_available", lambda: False
+    )  # the same on a machine with a GPU
+    chosen, note = attention.attention_choice("flash_attention_2", "cuda")
+    assert chosen == ATTENTION and note is not None and "pip install 'hpcgrpo[flash-attn]'" in note
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
+    assert attention.attention_choice("flash_attention_2", "cuda") == ("flash_attention_2", None)
+
+
+def segment_by_segment(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **extra: Any
+) -> tuple[Tensor, None]:
+    """What flash_attn_varlen_func computes from the lengths that transformers reads off the positions."""
+    assert attention_mask is None
+    (ends, _), _ = prepare_fa_kwargs_from_position_ids(extra["position_ids"])
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    parts = [
+        scaled_dot_product_attention(
+            *(x[:, :, a:b] for x in (query, key, value)), is_causal=True, scale=scaling
+        )
+        for a, b in pairwise(ends.tolist())
+    ]
+    return torch.cat(parts, 2).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_positions_alone_tell_transformers_flash_path_where_whole_sequences_end(name: str) -> None:
+    """Without a GPU: the path's own reading of a row, and its attention written out."""
+    AttentionInterface.register("segment_by_segment", segment_by_segment)
+    layout = LAYOUTS["packed"]
+    assert _is_packed_sequence(position_ids(layout), 1)
+    model = build(name, "segment_by_segment")
+    whole = model(input_ids=random_ids(layout), position_ids=position_ids(layout), use_cache=False).logits[0]
+    loss = sum(loss_of(whole[s], torch.tensor(s)) for s in sequences(layout))
+    assert isinstance(loss, Tensor)
+    expected_loss, expected = single_gradients(build(name, "sdpa"), layout)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    assert_near([loss, *gradients], [expected_loss, *expected], 2e-6)
+
+
+def test_the_flash_path_takes_one_sequence_as_it_is_and_would_misread_a_shared_prefix() -> None:
+    """So rows for it hold whole sequences: `shared_prefix` is for packed attention alone."""
+    one = Layout((4,), ((3,),))
+    assert not _is_packed_sequence(position_ids(one), 1)
+    (ends, _), _ = prepare_fa_kwargs_from_position_ids(position_ids(Layout((4,), ((2, 3),))))
+    assert ends.tolist() == [0, 9]  # one sequence, where three segments share out the nine tokens

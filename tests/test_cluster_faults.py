@@ -63,6 +63,12 @@ def steps_done(run: Path) -> int:
         return 0
 
 
+def caught_up(attempt: Path, before: int) -> bool:
+    """Whether an attempt has done a step after `before`."""
+    found = [json.loads(path.read_text()) for path in attempt.glob("status-*.json")]
+    return any(status["step"] > max(before, status["first_step"]) for status in found)
+
+
 class Suffering:
     """A run on the cluster to which things are done; how long it takes each time to get further goes to REPORT."""
 
@@ -77,15 +83,18 @@ class Suffering:
 
     def reach(self, step: int) -> None:
         """Wait until a step is over and the next one is about half done."""
-        self.cluster.until(lambda: steps_done(self.run) >= step, f"step {step}", timeout_seconds=150)
+        self.cluster.until(lambda: steps_done(self.run) >= step, f"step {step}", timeout_seconds=240)
         time.sleep(STEP_SECONDS / 2)
 
     def started_again(self, what: str, times: int) -> None:
-        """Wait until the job has run on for more steps than before the fault, which is now."""
+        """Wait until the job has made up for a fault that happens now: has done the step that it was at."""
         began, before = time.monotonic(), steps_done(self.run)
         self.cluster.wait_for(self.job, lambda f: f["Restarts"] == str(times) and f["JobState"] == "RUNNING")
         queued = time.monotonic() - began
-        self.cluster.until(lambda: steps_done(self.run) > before, f"step {before + 1}", timeout_seconds=150)
+        attempt = self.run / "slurm" / f"{self.job}.{times}"
+        self.cluster.until(
+            lambda: caught_up(attempt, before), f"step {before + 1} again", timeout_seconds=240
+        )
         lost = time.monotonic() - began
         REPORT.append(f"lost to {what}: {lost:.0f} s, of which {queued:.0f} s in Slurm's queue")
 
@@ -94,7 +103,7 @@ class Suffering:
         return str(names.stdout).split()
 
     def finish(self) -> None:
-        self.cluster.wait_for(self.job, "COMPLETED", timeout_seconds=150)
+        self.cluster.wait_for(self.job, "COMPLETED", timeout_seconds=240)
 
 
 def test_killed_rank_crashed_node_preemption_and_a_controller_that_is_away(
@@ -167,7 +176,7 @@ def test_cancelled_then_a_full_disk_during_a_checkpoint(
         with filler.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(checkpoints).free - 2**20)
         run.submit()
-        cluster.wait_for(run.job, "FAILED", timeout_seconds=150)
+        cluster.wait_for(run.job, "FAILED", timeout_seconds=240)
         assert "No space left on device" in cluster.job_log(run.job)
         assert not cluster.processes()
 

@@ -53,15 +53,21 @@ class Group:
         """Blocks until all have come. Raises StreamError where they have not in time."""
         self.device = device if backend == "nccl" else torch.device("cpu")
         self.timeout_seconds = timeout_seconds
-        self._hanging: list[Any] = []
+        self.end = math.inf  # monotonic time after which nothing is waited for
+        self._pending: list[Any] = []
         joining = timedelta(seconds=min(timeout_seconds, CONNECT_SECONDS))
-        given = {} if listener is None else {"master_listen_fd": listener.detach()}
         try:
             self.store = dist.TCPStore(
-                *master, world_size, rank == 0, timeout=joining, wait_for_workers=False, **given
+                master[0],
+                master[1],
+                world_size,
+                rank == 0,
+                timeout=joining,
+                wait_for_workers=False,
+                master_listen_fd=None if listener is None else listener.detach(),
             )
             prefixed = dist.PrefixStore("weights", self.store)
-            self.group = _BACKENDS[backend](prefixed, rank, world_size, own_address, joining)
+            self.group = _BACKENDS[backend](prefixed, rank, world_size, own_address, timeout_seconds)
         except (RuntimeError, ValueError) as error:
             raise StreamError(
                 f"the ends did not meet at {master[0]}:{master[1]}: {_first_line(error)}"
@@ -72,11 +78,13 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=self.timeout_seconds)
-        return [self.group.broadcast([tensor], options) for tensor in tensors]
+        works = [self.group.broadcast([tensor], options) for tensor in tensors]
+        self._pending += works
+        return works
 
     def wait(self, work: Any, watch: Callable[[], str | None]) -> None:
         """Until one is done. Raises StreamError when `watch` says why it never will be, or the time is up."""
-        end, looks = time.monotonic() + self.timeout_seconds, 0
+        end, looks = min(self.end, time.monotonic() + self.timeout_seconds), 0
         while not work.is_completed():
             looks += 1
             time.sleep(0.0002 if looks < 100 else 0.002)
@@ -84,8 +92,8 @@ class Group:
             if why is None and time.monotonic() > end:
                 why = f"nothing came or went within {self.timeout_seconds:g} s"
             if why is not None:
-                self._hanging.append(work)
                 raise StreamError(why)
+        self._pending.remove(work)
         try:
             work.wait()
         except RuntimeError as error:
@@ -112,23 +120,26 @@ class Group:
 
     def close(self) -> None:
         """Leave the group, without waiting for a broadcast that hangs."""
-        if self._hanging:
+        hanging = [work for work in self._pending if not work.is_completed()]
+        if hanging:
             self.group.abort()
-            _stuck.append((self.group, self.store, self._hanging))
+            _stuck.append((self.group, self.store, hanging))
         del self.group, self.store
         _stuck[:] = [held for held in _stuck if not all(work.is_completed() for work in held[2])]
 
 
-def _gloo(store: Any, rank: int, world_size: int, own_address: str, joining: timedelta) -> Any:
+def _gloo(store: Any, rank: int, world_size: int, own_address: str, timeout_seconds: float) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = joining
+    options._timeout = timedelta(seconds=min(timeout_seconds, CONNECT_SECONDS))
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
-def _nccl(store: Any, rank: int, world_size: int, own_address: str, joining: timedelta) -> Any:
+def _nccl(store: Any, rank: int, world_size: int, own_address: str, timeout_seconds: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = joining
+    options._timeout = timedelta(
+        seconds=2 * timeout_seconds + CONNECT_SECONDS
+    )  # its watchdog ends the process
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
@@ -244,15 +255,11 @@ def ahead(items: Iterable[Any], count: int = 8) -> Iterator[Any]:
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Of a tensor's type, shape and values: all of them, or 4,096 evenly spread ones, the first and last among them."""
+    """Of a tensor's type, shape and values: all, or 4,096 evenly spread ones with the first and last among them."""
     flat = tensor.detach().reshape(-1)
     if flat.numel() > FINGERPRINT_ELEMENTS:
-        flat = flat[
-            torch.linspace(0, flat.numel() - 1, FINGERPRINT_ELEMENTS, dtype=torch.float64)
-            .long()
-            .to(flat.device)
-        ]
+        chosen = torch.linspace(0, flat.numel() - 1, FINGERPRINT_ELEMENTS, dtype=torch.float64).long()
+        flat = flat[chosen.to(flat.device)]
+    values = flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()
     about = f"{tensor.dtype} {list(tensor.shape)}".encode()
-    return hashlib.blake2b(
-        about + flat.cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest_size=8
-    ).hexdigest()
+    return hashlib.blake2b(about + values, digest_size=8).hexdigest()

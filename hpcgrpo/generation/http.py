@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import time
 from collections.abc import Mapping
@@ -90,7 +91,9 @@ class Connection:
             async with asyncio.timeout(CONNECT_SECONDS):
                 self._streams = await asyncio.open_connection(self._host, self._port)
         except TimeoutError:
-            raise ConnectionError(f"no connection to {self.url} within {CONNECT_SECONDS:g} s") from None
+            raise ConnectionError(f"no connection within {CONNECT_SECONDS:g} s") from None
+        except OSError as error:
+            raise ConnectionError(os.strerror(error.errno) if error.errno else str(error)) from None
         connected: socket.socket = self._streams[1].get_extra_info("socket")
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEP_ALIVE:

@@ -108,7 +108,8 @@ def outcome(job: Submitted) -> tuple[int, str] | None:
     """What node 0 wrote about this job's end: exit code and reason; None while it goes on."""
     try:
         said = json.loads((job.folder / "slurm" / ENDED).read_text(encoding="utf-8"))
-        return (int(said["code"]), str(said.get("reason", ""))) if str(said["job"]) == job.job_id else None
+        over = str(said["job"]) == job.job_id and not said.get("requeued")
+        return (int(said["code"]), str(said.get("reason", ""))) if over else None
     except (OSError, ValueError, KeyError):
         return None  # not there, or half read
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpcgrpo.config import ConfigError
@@ -59,11 +59,10 @@ class Job:
     folder: str  # the run's, as the job sees it
     command: tuple[str, ...]
     srun_args: tuple[str, ...]
-    setup: tuple[str, ...]  # shell lines
+    setup: tuple[str, ...]  # shell lines before the command
     config: str  # the run's configuration, as YAML without defaults
     directory: str | None = None  # where the job runs; None: where sbatch is called
     python: str = "python"
-    environment: Mapping[str, str] = field(default_factory=dict)  # exported after `setup`; shell-expanded
 
     @property
     def log(self) -> str:
@@ -184,24 +183,14 @@ def _minimal(config: RunConfig) -> str:
     return OmegaConf.to_yaml(config.model_dump(mode="json", exclude_defaults=True))
 
 
-def export_line(name: str, value: str) -> str:
-    """A shell line that exports a variable; `$` in the value is the shell's, all else stands for itself."""
-    kept = value.replace("\\", "\\\\").replace('"', '\\"').replace("`", "\\`")
-    return f'export {name}="{kept}"'
-
-
-def search_path(code: Path, directory: Path) -> dict[str, str]:
-    """The environment in which a job imports `code` before all else, and only then what lies in `directory`.
+def imports(code: Path, directory: Path) -> tuple[str, ...]:
+    """Shell lines after which a job imports `code` before all else, and only then what lies in `directory`.
 
     PYTHONSAFEPATH: `python -m` would look into the working folder first, and find the edited files there.
     """
-    between = "${PYTHONPATH:+:$PYTHONPATH}"
-    return {
-        "PYTHONSAFEPATH": "1",
-        "HPCGRPO_CODE": _literal(code),
-        "PYTHONPATH": f"{_literal(code)}{between}{os.pathsep}{_literal(directory)}",
-    }
-
-
-def _literal(path: Path) -> str:
-    return str(path).replace("$", "\\$")
+    first, last = shlex.quote(str(code)), shlex.quote(str(directory))
+    return (
+        "export PYTHONSAFEPATH=1",
+        f"export HPCGRPO_CODE={first}",
+        f"export PYTHONPATH={first}${{PYTHONPATH:+:$PYTHONPATH}}:{last}",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcgrpo import checks
+from hpcgrpo.attempt import Attempt
 from hpcgrpo.config import ConfigError, load, to_yaml
 from hpcgrpo.journal import claim, read_metrics, write_atomically
 from hpcgrpo.launch import ranks
@@ -146,15 +148,27 @@ def _flat(run: RunConfig) -> dict[str, Any]:
 
 
 def launch(run: RunConfig) -> int:
-    """Run all ranks on this machine to their end -> exit code: the first failing rank's 2, or 1."""
+    """Run all ranks on this machine to their end -> exit code: the first failing rank's 2, or 1.
+
+    A SIGTERM makes them save and end, a second one ends them at once: 143.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    attempt = stop_on_sigterm(run.folder / "torchrun")
     settings = {
         "min_nodes": 1,
         "max_nodes": 1,
         "run_id": uuid.uuid4().hex,
         "rdzv_backend": "c10d",
         "rdzv_endpoint": "localhost:0",
+        "signals_to_handle": "SIGINT,SIGHUP,SIGQUIT",
     }
-    code = ranks.start(run, run.folder, settings)
+    try:
+        code = ranks.start(run, run.folder, settings)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if code == 0 and attempt.stop_request() is not None and not newest_checkpoint(run.folder)[1]:
+        print("hpcgrpo: ended by SIGTERM; the same command goes on from here", file=sys.stderr)
+        return 128 + signal.SIGTERM
     if code not in (0, USER_ERROR):
         print(
             "hpcgrpo: once its cause is gone, the same command goes on from the last checkpoint",
@@ -162,6 +176,24 @@ def launch(run: RunConfig) -> int:
         )
         return code if code in (128 + signal.SIGTERM, 128 + signal.SIGINT) else 1
     return code
+
+
+def stop_on_sigterm(folder: Path) -> Attempt:
+    """Have the first SIGTERM ask the ranks to save and end; a second one, like the other signals, is the agent's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    attempt = Attempt(folder, 0)
+    attempt.forget_stop()
+    os.environ |= {"HPCGRPO_ATTEMPT": str(folder), "HPCGRPO_NODE": "0"}
+
+    def stop(number: int, frame: Any) -> None:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        if attempt.stop_request() is not None:
+            raise SignalException("ended by a second SIGTERM", signal.SIGTERM)
+        attempt.request_stop("SIGTERM", urgent=True)
+
+    signal.signal(signal.SIGTERM, stop)
+    return attempt
 
 
 def profile(run: RunConfig) -> dict[str, Any]:

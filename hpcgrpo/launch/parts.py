@@ -148,13 +148,16 @@ class Learn:
         return End(code, "its ranks ended" if code == 0 else self._failure(code), final=code == CODE_USER)
 
     def _failure(self, code: int) -> str:
-        """The first error that a rank of this node wrote, else the code."""
-        errors = [e for p in self.attempt.folder.glob("rank-*.error.json") if (e := load_json(p))]
-        first = min(errors, key=lambda e: float(e.get("time", 0)), default=None)
-        if first is None:
-            how = f"by signal {code - 128}" if code > 128 else f"with code {code}"
-            return f"a rank was ended {how}"
-        return f"rank {first.get('rank')}: {first.get('type')}: {first.get('message')}"
+        """The first error that a rank of this node wrote, unless one was killed: that comes first."""
+        if code > 128:
+            return f"a rank was ended by signal {code - 128}"
+        first = (self.where.node - self.config.cluster.vllm_nodes) * self.config.cluster.ranks_per_node
+        mine = range(first, first + self.config.cluster.ranks_per_node)
+        errors = [e for r in mine if (e := load_json(self.attempt.folder / f"rank-{r}.error.json"))]
+        if not errors:
+            return f"a rank ended with code {code}"
+        said = min(errors, key=lambda e: float(e["time"]))
+        return f"rank {said['rank']}: {said['type']}: {said['message']}"
 
     def news(self) -> dict[str, Any]:
         said: dict[str, Any] = {"moved": self.attempt.moved_at()}

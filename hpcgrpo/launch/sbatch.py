@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from hpcgrpo.launch.job import Job, export_line
+from hpcgrpo.launch.job import Job
 
 CONFIG_END = "END_OF_CONFIGURATION"
 
@@ -18,7 +18,7 @@ def render(job: Job) -> str:
         *directives(job),
         "",
         *_log(job),
-        *_setup(job),
+        *([*job.setup, ""] if job.setup else []),
         *_prepare(job),
         shlex.join(["srun", *job.srun_args, *job.command]),
         "",
@@ -53,11 +53,6 @@ def _log(job: Job) -> list[str]:
         'exec >>"$log" 2>&1',
         "",
     ]
-
-
-def _setup(job: Job) -> list[str]:
-    lines = [*job.setup, *(export_line(name, value) for name, value in job.environment.items())]
-    return [*lines, ""] if lines else []
 
 
 def _prepare(job: Job) -> list[str]:

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcgrpo.arithmetic import arithmetic
-from hpcgrpo.config import ConfigError
 from hpcgrpo.sections import RunConfig
 
 SERVED_NAME = "policy"
 CPU_CACHE_BYTES = 2**28
 PROBE_SECONDS = 0.5
-UNANSWERED_PROBES = 20  # in a row, at one a PROBE_SECONDS at least, before a READY engine counts as hung
+HUNG_SECONDS = 120.0  # without an answer from an engine that was up
 MAX_RESTARTS = 5
+MAX_FIRST_STARTS = 2  # of an engine that has never been up: what stops it will hardly pass
 RESTART_WINDOW_SECONDS = 600.0
 LONGEST_BACKOFF_SECONDS = 60.0
 
@@ -57,19 +57,12 @@ class ServePlan:
 
 
 def plan(config: RunConfig) -> ServePlan:
-    """What follows for the engines from a configuration.
-
-    Raises ConfigError for GPUs that tensor_parallel_size does not divide.
-    """
+    """What follows for the engines from a configuration."""
     generation, cluster = config.generation, config.cluster
     cuda = config.device == "cuda" or (config.device == "auto" and cluster.gpus_per_node > 0)
     size = generation.vllm_tensor_parallel_size if cuda else 1
     gpus = cluster.gpus_per_node or 1
-    if cuda and gpus % size:
-        raise ConfigError(
-            f"generation.vllm_tensor_parallel_size {size}: cluster.gpus_per_node {gpus} is no multiple of it; a serve"
-            " node runs gpus_per_node / vllm_tensor_parallel_size engines"
-        )
+    assert not cuda or gpus % size == 0  # checked where the configuration is read
     dtype = generation.vllm_dtype
     eager = generation.vllm_enforce_eager
     cache = generation.vllm_kv_cache_memory_bytes
@@ -128,7 +121,7 @@ class Engine:
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0  # monotonic, as the others
     probed: float = 0.0
-    unanswered: int = 0
+    answered: float = 0.0
     starts: int = 0
     restart_at: float = 0.0
     fell: deque[float] = field(default_factory=deque)
@@ -192,14 +185,15 @@ class Engines:
     def poll(self) -> None:
         """See who died, who came up and who hangs; restart what is due. Call it every half second or so.
 
-        Raises EngineError for an engine that does not come up in time or falls a sixth time within ten minutes.
+        Raises EngineError for an engine that does not come up in time, that falls twice before it was ever up, or
+        that falls a sixth time within ten minutes.
         """
         for engine in self.engines:
             if engine.state == "DEAD":
                 if time.monotonic() >= engine.restart_at:
                     self._start(engine)
-            elif engine.process is not None and engine.process.poll() is not None:
-                self._fell(engine, f"ended with code {engine.process.returncode}")
+            elif (code := _ended(engine)) is not None:
+                self._fell(engine, f"ended with {code}")
             elif time.monotonic() - engine.probed >= PROBE_SECONDS:
                 self._probe(engine)
 
@@ -214,6 +208,8 @@ class Engines:
 
     def stop(self) -> None:
         """Kill every engine with all its processes, at once."""
+        for engine in self.engines:
+            _signal(engine)
         for engine in self.engines:
             _kill(engine)
             engine.state, engine.restart_at = "DEAD", float("inf")
@@ -231,13 +227,13 @@ class Engines:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        engine.state, engine.started, engine.unanswered = "STARTING", time.monotonic(), 0
+        engine.state, engine.started = "STARTING", time.monotonic()
         engine.starts += 1
 
     def _probe(self, engine: Engine) -> None:
         healthy = _get(f"{engine.url}/health", PROBE_SECONDS) is not None
         engine.probed = time.monotonic()
-        engine.unanswered = 0 if healthy else engine.unanswered + 1
+        engine.answered = engine.probed if healthy else engine.answered
         if engine.state == "STARTING":
             if healthy:
                 engine.state = "READY"
@@ -246,8 +242,8 @@ class Engines:
                 why = f"was not up within {self.timeout_seconds:g} s (generation.vllm_server_timeout)"
                 _kill(engine)
                 raise EngineError(_told(engine, why))
-        elif engine.unanswered >= UNANSWERED_PROBES:
-            self._fell(engine, f"did not answer /health {UNANSWERED_PROBES} times in a row")
+        elif engine.probed - engine.answered > HUNG_SECONDS:
+            self._fell(engine, f"has not answered /health for {HUNG_SECONDS:g} s")
 
     def _fell(self, engine: Engine, why: str) -> None:
         """Kill what is left and set the time of the next start: 1, 2, 4, ... 60 s from now."""
@@ -257,8 +253,9 @@ class Engines:
         engine.fell.append(now)
         while engine.fell[0] < now - RESTART_WINDOW_SECONDS:
             engine.fell.popleft()
-        if len(engine.fell) > MAX_RESTARTS:
-            raise EngineError(_told(engine, f"{why}, the {len(engine.fell)}th fall within ten minutes"))
+        never = engine.index not in self._ready_once and engine.starts >= MAX_FIRST_STARTS
+        if never or len(engine.fell) > MAX_RESTARTS:
+            raise EngineError(_told(engine, f"{why}, after {engine.starts} starts"))
         engine.restart_at = now + min(2.0 ** (len(engine.fell) - 1), LONGEST_BACKOFF_SECONDS)
 
     def _count(self, engine: Engine) -> bool:
@@ -282,15 +279,30 @@ def _get(url: str, timeout_seconds: float, headers: Mapping[str, str] | None = N
         return None
 
 
+def _ended(engine: Engine) -> str | None:
+    """How the server ended, None while it runs; without reaping it, so that its group's number stays its own."""
+    assert engine.process is not None
+    ended = os.waitid(os.P_PID, engine.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return (
+        f"code {ended.si_status}" if ended.si_code == os.CLD_EXITED else signal.Signals(ended.si_status).name
+    )
+
+
+def _signal(engine: Engine) -> None:
+    """SIGKILL to an engine's process group."""
+    if engine.process is not None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(engine.process.pid, signal.SIGKILL)
+
+
 def _kill(engine: Engine) -> None:
-    """End an engine's whole process group. Its leader is reaped last, so that the group's number stays its own."""
-    if engine.process is None:
-        return
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(engine.process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):
-        engine.process.wait(timeout=2)
-    engine.process = None
+    _signal(engine)
+    if engine.process is not None:
+        with suppress(subprocess.TimeoutExpired):
+            engine.process.wait(timeout=2)
+        engine.process = None
 
 
 def _told(engine: Engine, why: str) -> str:

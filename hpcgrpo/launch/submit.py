@@ -22,7 +22,7 @@ from hpcgrpo.config import ConfigError, to_yaml
 from hpcgrpo.journal import claim, write_atomically
 from hpcgrpo.launch import local, node, queue, sbatch, snapshot
 from hpcgrpo.launch.follow import Submitted, follow, say
-from hpcgrpo.launch.job import Job, export_line, job_for, search_path
+from hpcgrpo.launch.job import Job, imports, job_for
 from hpcgrpo.sections import RunConfig
 
 JOB_FILE = "job.json"  # in the run's slurm folder: the job that was submitted last
@@ -66,8 +66,10 @@ def _hand_over(run: RunConfig, job: Job, executor: str) -> Submitted:
                 f"{run.folder}: another submission of this run was faster; its job is in the queue"
             )
         code = snapshot.take(run.rewards, slurm_folder)
-        job = replace(job, environment=search_path(code, Path(job.directory or ".")))
-        job_id, logs = (_to_slurm if executor == "slurm" else _to_local)(run, job)
+        if executor == "slurm":
+            job_id, logs = _to_slurm(replace(job, setup=(*job.setup, *imports(code, Path.cwd()))))
+        else:
+            job_id, logs = _to_local(run, job, code)
         record = {
             "job_id": job_id,
             "executor": executor,
@@ -80,9 +82,9 @@ def _hand_over(run: RunConfig, job: Job, executor: str) -> Submitted:
     return _submitted(Path(job.folder), record)
 
 
-def _to_slurm(run: RunConfig, job: Job) -> tuple[str, list[Path]]:
+def _to_slurm(job: Job) -> tuple[str, list[Path]]:
     with _variables(queue.environment(job.options)):
-        executor = submitit.SlurmExecutor(folder=_submitit_folder(job))
+        executor = submitit.SlurmExecutor(folder=_submitit_folder(job), python=started(job))
         executor.update_parameters(**parameters(job))
         try:
             submitted = executor.submit(node.task, job.folder)
@@ -92,32 +94,32 @@ def _to_slurm(run: RunConfig, job: Job) -> tuple[str, list[Path]]:
     return submitted.job_id, [Path(job.log.replace("%j", submitted.job_id))]
 
 
+def started(job: Job) -> str:
+    """What starts python on every node. submitit's own srun is --unbuffered, which gives a task a terminal."""
+    return shlex.join(["srun", *job.srun_args, job.python])
+
+
 def parameters(job: Job) -> dict[str, Any]:
     """A job as the parameters of submitit's Slurm executor: it asks sbatch for what the rendered script asks for."""
-    log = sbatch.pattern(job.log)
-    exports = [export_line(name, value) for name, value in job.environment.items()]
-    return {
+    defaults = {
         "nodes": job.nodes,
-        "ntasks_per_node": 1,
-        "time": None,  # else 5 minutes, where the job leaves the limit to the partition
-        "wckey": None,  # else "submitit", which a cluster that checks these refuses
+        "job_name": None,
+        "time": None,
+        "wckey": None,
+    }  # not submitit's, which differ
+    return {
+        **defaults,
+        "use_srun": False,
         "stderr_to_stdout": True,
-        "setup": ["umask 077", *job.setup, *exports],
-        "srun_args": [f"--output={log}", "--open-mode=append", *job.srun_args],
-        "additional_parameters": {**job.options, "output": log},
+        "setup": ["umask 077", *job.setup],
+        "additional_parameters": {**job.options, "output": sbatch.pattern(job.log)},
     }
 
 
-def _to_local(run: RunConfig, job: Job) -> tuple[str, list[Path]]:
+def _to_local(run: RunConfig, job: Job, code: Path) -> tuple[str, list[Path]]:
     """Every node a process here. Signals of the terminal are not theirs: they outlive this one."""
-    code = job.environment["HPCGRPO_CODE"].replace("\\$", "$")
-    before = [code, *filter(None, [os.environ.get("PYTHONPATH")]), str(job.directory)]
-    variables = {
-        **os.environ,
-        "PYTHONSAFEPATH": "1",
-        "HPCGRPO_CODE": code,
-        "PYTHONPATH": os.pathsep.join(before),
-    }
+    path = os.pathsep.join([str(code), *filter(None, [os.environ.get("PYTHONPATH")]), str(Path.cwd())])
+    variables = {**os.environ, "PYTHONSAFEPATH": "1", "HPCGRPO_CODE": str(code), "PYTHONPATH": path}
     cluster = run.cluster
     executor = submitit.LocalExecutor(folder=_submitit_folder(job))
     executor.update_parameters(

@@ -26,8 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.utils import is_flash_attn_2_available
 
 ATTENTION = "packed"
+FLASH = "flash_attention_2"
 
 _aten = torch.ops.aten
 Span = tuple[int, int]  # [start, end) in the row
@@ -106,6 +108,22 @@ def check_model(config: Any) -> None:
             "They need full causal attention at fixed positions, as in Qwen2, Qwen3 or Llama; "
             "for this model set attn_implementation to sdpa."
         )
+
+
+def attention_choice(requested: str, device_type: str) -> tuple[str, str | None]:
+    """The attention that serves `requested` on this kind of device ("cpu", "cuda"), and a note where it is another.
+
+    transformers refuses to build a model with flash_attention_2 where the package is missing or there is no GPU.
+    """
+    if requested != FLASH:
+        return requested, None
+    if device_type != "cuda":
+        lacking = "a GPU"
+    elif not is_flash_attn_2_available():
+        lacking = "the package flash_attn (pip install 'hpcgrpo[flash-attn]')"
+    else:
+        return requested, None
+    return ATTENTION, f"attn_implementation {FLASH} needs {lacking}; using {ATTENTION} instead"
 
 
 def _layer_types(config: Any) -> set[str]:

@@ -8,6 +8,7 @@ them as it does FSDP2's, and DeepSpeed's own checkpoint format, tied to one numb
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,7 +27,9 @@ from hpcgrpo.types import MicroBatch
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PERSISTENT_ELEMENTS = 100_000  # smaller parameters (norms, biases) stay whole on every rank
 BUCKET_ELEMENTS = 2**26  # gradients reduced together
-GROUP_ELEMENTS = 2**27  # of a rank's masters that one optimizer call takes; bounds the copy of their gradients
+GROUP_ELEMENTS = (
+    2**27
+)  # of a rank's masters that one optimizer call takes; bounds the copy of their gradients
 
 
 class DeepSpeedLearner:
@@ -54,41 +57,44 @@ class DeepSpeedLearner:
         self.device, self.world = device, mesh.size()
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self._library = library(device)
-        settings = _settings(self.dtype, gradient_checkpointing, max_grad_norm)
+        thrifty = device.type == "cuda" and not gradient_checkpointing  # a CPU keeps torch's own linear layer
+        settings = _settings(bf16=bf16, max_grad_norm=max_grad_norm, memory_efficient_linear=thrifty)
+        whole = whole_model(model_name_or_path) if dist.get_rank() == 0 else None
 
         def policy(trained: bool) -> PolicyModel:
-            return _partitioned_policy(
+            lm = _partitioned(
                 self._library,
                 settings,
                 model_name_or_path,
+                whole,
                 device=device,
                 dtype=self.dtype,
-                temperature=temperature,
-                chunk_bytes=chunk_bytes,
                 attn_implementation=attn_implementation,
                 gradient_checkpointing=trained and gradient_checkpointing,
             )
+            packed = attn_implementation == "packed"
+            return PolicyModel(lm, temperature=temperature, chunk_bytes=chunk_bytes, packed_attention=packed)
 
-        trained = policy(True)
-        adam = torch.optim.AdamW(
+        trained = policy(True).train()
+        self.optimizer = torch.optim.AdamW(
             trained.parameters(), lr=0.0, betas=betas, eps=epsilon, weight_decay=weight_decay, fused=True
         )
-        self.model = self._wrapped(trained.train(), settings, adam)
+        self.model = self._wrapped(trained, settings, self.optimizer)
         self.reference = None
         if with_reference:
             self.reference = self._wrapped(policy(False).eval().requires_grad_(False), settings)
-        self._begin_moments(adam)
-        self._masters = self._sharded(mesh, None)
+        self._begin_moments()
+        self._masters = self._sharded(mesh)
         self._moments = {key: self._sharded(mesh, key) for key in MOMENTS}
-        if self.dtype != torch.float32:
-            self._fill_masters(model_name_or_path)
+        if bf16:
+            self._fill_masters(whole)
 
     def _wrapped(self, model: PolicyModel, settings: dict[str, Any], adam: Any = None) -> Any:
         wrapped, *_ = self._library.initialize(
             model=model, optimizer=adam, config=settings, dist_init_required=False
         )
         head: Any = model.lm.get_output_embeddings()  # type: ignore[operator]
-        for parameter in head.parameters(recurse=False):  # read by the policy's forward, not by the head's own
+        for parameter in head.parameters():  # the policy's forward reads them, not the head's own
             self._library.zero.register_external_parameter(model, parameter)
         return wrapped
 
@@ -147,62 +153,64 @@ class DeepSpeedLearner:
             yield name, self._masters[name].full_tensor().view(parameter.ds_shape)
 
     def state(self) -> dict[str, Any]:
-        """The sharded training state, as torch.distributed.checkpoint takes it; loading writes into its tensors."""
+        """The sharded training state, as torch.distributed.checkpoint takes it: the learner's own memory."""
         return {"model": self._masters, "optimizer": {**self._moments, "step": self._steps()[0]}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, which must be what `state()` gave, filled by torch.distributed.checkpoint."""
-        assert state["model"] is self._masters or all(
-            state["model"][name] is shard for name, shard in self._masters.items()
-        )
+        """Go on from `state`: what `state()` gave, with a checkpoint read into its tensors."""
+        assert all(state["model"][name] is shard for name, shard in self._masters.items())
         for step in self._steps():
             step.copy_(state["optimizer"]["step"])
         self._spread_masters()
 
-    def _begin_moments(self, adam: torch.optim.AdamW) -> None:
+    def _begin_moments(self) -> None:
         """Adam's state as its first step would make it, so that it can be loaded before."""
         for flat in self.model.optimizer.fp32_partitioned_groups_flat:
             zeros = {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
-            adam.state[flat] = {"step": torch.zeros((), dtype=torch.float32, device=flat.device), **zeros}
+            self.optimizer.state[flat] = {"step": torch.zeros((), device=flat.device), **zeros}
 
     def _steps(self) -> list[Tensor]:
-        return [state["step"] for state in self.model.optimizer.optimizer.state.values()]
+        return [state["step"] for state in self.optimizer.state.values()]
 
-    def _sharded(self, mesh: DeviceMesh, moment: str | None) -> dict[str, DTensor]:
-        """A view of every parameter's masters, or of a moment of theirs. ZeRO pads the last rank's share: left out."""
+    def _sharded(self, mesh: DeviceMesh, moment: str | None = None) -> dict[str, DTensor]:
+        """Views of every parameter's masters, or of a moment: flat, and without ZeRO's padding of the last share."""
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
         found = {}
         for name, parameter in self.lm.named_parameters():
-            mine = (
-                safe_get_local_fp32_param(parameter)
-                if moment is None
-                else safe_get_local_optimizer_state(parameter, moment)
-            )
+            if moment is None:
+                mine = safe_get_local_fp32_param(parameter)
+            else:
+                mine = safe_get_local_optimizer_state(parameter, moment)
             size = parameter.ds_numel
-            start = min(size, dist.get_rank() * mine.numel())
+            start = min(size, dist.get_rank() * len(mine))
             found[name] = DTensor.from_local(
-                mine.detach()[: size - start], mesh, [Shard(0)], run_check=False, shape=(size,), stride=(1,)
+                mine.detach()[: size - start],
+                mesh,
+                [Shard(0)],
+                run_check=False,
+                shape=torch.Size([size]),
+                stride=(1,),
             )
         return found
 
     @torch.no_grad()
-    def _fill_masters(self, model_name_or_path: str) -> None:
-        """Masters from the checkpoint's own values, not from what half precision left of them."""
-        state = whole_model(model_name_or_path).state_dict() if dist.get_rank() == 0 else {}
+    def _fill_masters(self, whole: Any) -> None:
+        """Masters from the model's own values, not from what half precision left of them."""
+        state = whole.state_dict() if whole is not None else {}
         for name, shard in self._masters.items():
-            whole = torch.empty(shard.shape, dtype=torch.float32, device=self.device)
+            values = torch.empty(shard.shape, device=self.device)
             if name in state:
-                whole.copy_(state[name].flatten())
-            dist.broadcast(whole, src=0)
+                values.copy_(state[name].flatten())
+            dist.broadcast(values, src=0)
             mine = shard.to_local()
-            start = min(len(whole), dist.get_rank() * -(-len(whole) // self.world))
-            mine.copy_(whole[start : start + len(mine)])
+            start = min(len(values), dist.get_rank() * -(-len(values) // self.world))
+            mine.copy_(values[start : start + len(mine)])
         self._spread_masters()
 
     @torch.no_grad()
     def _spread_masters(self) -> None:
-        """Bring what the model computes with to the masters, as ZeRO does after a step."""
+        """Bring what the model computes with to the masters, as ZeRO does at the end of its step."""
         zero = self.model.optimizer
         zero._partition_all_parameters()
         for i in range(len(zero.fp16_groups)):
@@ -212,9 +220,10 @@ class DeepSpeedLearner:
 
 
 def library(device: torch.device) -> Any:
-    """DeepSpeed, for the kind of `device`. Raises ValueError where it is not installed."""
+    """DeepSpeed, for the kind of `device`. Raises ValueError where it is not installed or serves another kind."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", "0")
+    warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated", FutureWarning)
     try:
         import deepspeed
     except ImportError as error:
@@ -222,18 +231,24 @@ def library(device: torch.device) -> Any:
             f"train.learner: deepspeed, but DeepSpeed cannot be imported ({error}); install it with"
             " pip install 'hpcgrpo[deepspeed]', or leave train.learner at fsdp"
         ) from None
-    # a shared-memory collective for inference, which would be compiled now, for two minutes, into the home folder
+    found = deepspeed.get_accelerator().device_name()
+    if found != device.type:
+        raise ValueError(
+            f"DeepSpeed computes on {found} here, the run on {device.type}; set DS_ACCELERATOR={device.type} in"
+            " the environment"
+        )
+    # shared-memory collectives of its inference: minutes of compiling, into the home folder
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
-def _settings(dtype: torch.dtype, gradient_checkpointing: bool, max_grad_norm: float) -> dict[str, Any]:
-    """DeepSpeed's configuration: half precision is in the model alone; sums of gradients are float32."""
+def _settings(*, bf16: bool, max_grad_norm: float, memory_efficient_linear: bool) -> dict[str, Any]:
+    """DeepSpeed's configuration. Gradients are summed over rows and ranks in float32."""
     return {
-        "train_micro_batch_size_per_gpu": 1,  # rows: what a row holds is decided elsewhere
-        "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": 1,  # what a row holds is decided elsewhere
+        "gradient_accumulation_steps": 1,  # and how many make a step
         "gradient_clipping": max_grad_norm,
-        "bf16": {"enabled": dtype == torch.bfloat16},
+        "bf16": {"enabled": bf16},
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,
@@ -243,42 +258,37 @@ def _settings(dtype: torch.dtype, gradient_checkpointing: bool, max_grad_norm: f
             "reduce_bucket_size": BUCKET_ELEMENTS,
             "sub_group_size": GROUP_ELEMENTS,
             "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
-            "memory_efficient_linear": False,
+            "memory_efficient_linear": memory_efficient_linear,
         },
     }
 
 
-def _partitioned_policy(
+def _partitioned(
     library: Any,
     settings: dict[str, Any],
     model_name_or_path: str,
+    whole: Any,
     *,
     device: torch.device,
     dtype: torch.dtype,
-    temperature: float,
-    chunk_bytes: int,
     attn_implementation: str,
     gradient_checkpointing: bool,
-) -> PolicyModel:
-    """Partitioned parameter by parameter as it is built, then filled from rank 0, which alone reads the weights."""
+) -> Any:
+    """The language model, partitioned parameter by parameter as it is built, then filled from rank 0's `whole`."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     config = AutoConfig.from_pretrained(model_name_or_path)
-    packed = attn_implementation == "packed"
-    if packed:
+    if attn_implementation == "packed":
         check_model(config)
-    whole = whole_model(model_name_or_path) if dist.get_rank() == 0 else None
-    # no dtype of its own: Init takes what it is given for half precision where a CPU has no float16
+    # Init's own argument dtype is of no use: without float16, as on a CPU, it always means bfloat16
     with library.zero.Init(config_dict_or_path=settings), no_init_weights():
-        lm = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attn_implementation
-        )
+        lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     lm.tie_weights()
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     _fill(library, lm, whole, device)
-    return PolicyModel(lm, temperature=temperature, chunk_bytes=chunk_bytes, packed_attention=packed)
+    return lm
 
 
 @torch.no_grad()

@@ -1,0 +1,169 @@
+"""The client against a real vLLM engine: the same answers as the in-process generator, and its per-request errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm_server import MODEL_LENGTH, Server, engine  # noqa: F401
+
+from hpcgrpo.generation.transformers import TransformersGenerator
+from hpcgrpo.generation.vllm import VllmGenerator
+from hpcgrpo.types import Completion, Request, Sampling, Stopped, stable_seed
+
+pytestmark = pytest.mark.slow
+ENDS = {1, *range(20, 28)}  # so many that an untrained model comes across one
+
+
+class Held:
+    """A sync for weights that were pushed already."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def push(self, tensors: Any, version: int) -> list[str]:
+        return [self.url]
+
+
+@pytest.fixture(scope="module")
+def model(engine: Server, tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: F811
+    """The engine's model in this process; its weights are pushed as version 0."""
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(engine.model, dtype=torch.float32)
+    engine.push(loaded, 0, tmp_path_factory.mktemp("push"))
+    return loaded
+
+
+@pytest.fixture
+def generator(engine: Server, model: Any) -> VllmGenerator:  # noqa: F811
+    made = VllmGenerator(
+        urls=[engine.url],
+        secret=engine.secret,
+        sync=Held(engine.url),
+        decode=lambda ids: " ".join(map(str, ids)),
+        stop_token_ids=ENDS,
+        max_concurrency=16,
+        request_timeout_seconds=120.0,
+        server_timeout_seconds=30.0,
+        max_staleness=0,
+        stopping=lambda: False,
+        starved=lambda: pytest.fail("the engine holds the weights"),
+        moved=lambda: None,
+    )
+    made.update_weights(lambda: [], 0)
+    return made
+
+
+def made_requests(count: int, seed: int = 0) -> list[Request]:
+    draws = torch.Generator().manual_seed(seed)
+    return [
+        Request(
+            tuple(torch.randint(3, 100, (3 + i % 9,), generator=draws).tolist()), stable_seed("request", i)
+        )
+        for i in range(count)
+    ]
+
+
+def apart(mine: Sequence[Completion], theirs: Sequence[Completion]) -> float:
+    pairs = zip(mine, theirs, strict=True)
+    return max(abs(a - b) for x, y in pairs for a, b in zip(x.logprobs, y.logprobs, strict=True))
+
+
+def test_greedy_answers_are_those_of_the_in_process_generator(generator: VllmGenerator, model: Any) -> None:
+    within = TransformersGenerator(model, decode=generator.decode, eos_token_ids=ENDS)
+    requests = made_requests(24)
+    mine = generator.generate(requests, Sampling(0.0, 24))
+    theirs = within.generate(requests, Sampling(0.0, 24))
+    assert [(c.token_ids, c.finish_reason, c.text, c.seed, c.weights_version) for c in mine] == [
+        (c.token_ids, c.finish_reason, c.text, c.seed, c.weights_version) for c in theirs
+    ]
+    assert {c.finish_reason for c in mine} == {"stop", "length"}
+    assert all(
+        c.token_ids[-1] in ENDS and not ENDS & {*c.token_ids[:-1]} for c in mine if len(c.token_ids) < 24
+    )
+    assert apart(mine, theirs) < 1e-4
+
+
+def test_logprobs_are_those_at_the_sampling_temperature(generator: VllmGenerator, model: Any) -> None:
+    requests = made_requests(8)
+    completions = generator.generate(requests, Sampling(0.7, 12))
+    for request, completion in zip(requests, completions, strict=True):
+        ids = torch.tensor([[*request.prompt_token_ids, *completion.token_ids]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(request.prompt_token_ids) - 1 : -1]
+        chosen = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        assert (chosen - torch.tensor(completion.logprobs)).abs().max() < 1e-4
+
+
+def test_seeds_decide_what_is_sampled(generator: VllmGenerator) -> None:
+    requests = made_requests(12)
+    once, again = (generator.generate(requests, Sampling(1.0, 16)) for _ in range(2))
+    assert [c.token_ids for c in once] == [c.token_ids for c in again]
+    same_prompt = [Request(requests[0].prompt_token_ids, stable_seed("sample", i)) for i in range(12)]
+    assert len({c.token_ids for c in generator.generate(same_prompt, Sampling(1.0, 16))}) == 12
+
+
+def test_the_largest_seed_is_taken(generator: VllmGenerator) -> None:
+    (completion,) = generator.generate([Request((5, 6), 2**63 - 1)], Sampling(1.0, 4))
+    assert completion.finish_reason in ("stop", "length") and generator.dropped == 0
+
+
+def test_a_prompt_that_is_too_long_is_dropped_and_the_others_stay(generator: VllmGenerator) -> None:
+    requests = made_requests(6)
+    requests[2] = Request((5,) * (MODEL_LENGTH + 1), 0)  # no room for the prompt
+    requests[4] = Request(
+        (5,) * (MODEL_LENGTH - 2), 0
+    )  # room for 2 tokens of 8: the engine answers with those
+    generator.stop_token_ids = [1]
+    completions = generator.generate(requests, Sampling(0.0, 8))
+    assert [i for i, c in enumerate(completions) if c.finish_reason == "abort"] == [2, 4]
+    assert all(len(completions[i].token_ids) == 8 for i in (0, 1, 3, 5))
+    assert generator.dropped == 2
+    assert sorted("max_model_len" in r or "maximum context length" in r for r in generator.drop_reasons) == [
+        True, True,
+    ]  # fmt: skip
+
+
+def test_requests_that_are_given_up_end_in_the_engine(generator: VllmGenerator, engine: Server) -> None:  # noqa: F811
+    began = time.monotonic()
+    generator.stopping = lambda: engine.state()["busy"] == 8 or time.monotonic() - began > 20
+    generator.stop_token_ids, generator.max_concurrency = [1], 8
+    with pytest.raises(Stopped):
+        generator.generate(made_requests(400), Sampling(1.0, 200))
+    ended = time.monotonic()
+    while engine.state()["busy"]:
+        assert time.monotonic() - ended < 10
+        time.sleep(0.1)
+
+
+def test_another_model_name_ends_the_run(generator: VllmGenerator) -> None:
+    generator.model = "other"
+    with pytest.raises(RuntimeError, match=r"none of 2 requests: .*404"):
+        generator.generate(made_requests(2), Sampling(1.0, 4))
+
+
+def test_a_stale_engine_is_pushed_to(
+    generator: VllmGenerator,
+    engine: Server,  # noqa: F811
+    model: Any,
+    tmp_path: Path,
+) -> None:
+    """The engine holds version 0, the step expects 5: the weights are pushed once, then all is answered."""
+    requests, pushed = made_requests(4), []
+    before = generator.generate(requests, Sampling(0.0, 8))
+
+    def starved() -> None:
+        engine.push(model, 5, tmp_path)
+        pushed.append(5)
+
+    generator.starved = starved
+    generator.update_weights(lambda: [], 5)
+    after = generator.generate(requests, Sampling(0.0, 8))
+    assert pushed == [5] and {c.weights_version for c in after} == {5}
+    assert [c.token_ids for c in after] == [c.token_ids for c in before]
+    engine.push(model, 0, tmp_path)

@@ -246,15 +246,13 @@ def _plain(row: Row) -> Prompt:
 def _compare_format(run: RunConfig, prompt: Prompt, notes: Notes) -> None:
     """Whether the rewards of form expect the completion to begin where the chat template has it begin."""
     opened = prompt.text.rstrip().endswith("<think>")
-    for name in ("format", "cppo_format"):
-        options = run.rewards.get(name)
-        if options is not None and opened != (
-            isinstance(options, Mapping) and bool(options.get("think_in_prompt"))
-        ):
+    for name in {"format", "cppo_format"} & set(run.rewards):
+        options = run.rewards[name]
+        if opened != (isinstance(options, dict) and bool(options.get("think_in_prompt"))):
             ends = "ends the prompt with <think>" if opened else "does not end the prompt with <think>"
             notes.warnings.append(
-                f"rewards.{name}: the chat template {ends}, so set rewards.{name}.think_in_prompt={str(opened).lower()};"
-                " as it is, hardly any completion has the form"
+                f"rewards.{name}: the chat template {ends}, so set rewards.{name}.think_in_prompt="
+                f"{str(opened).lower()}; as it is, hardly any completion has the form"
             )
 
 

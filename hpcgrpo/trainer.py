@@ -122,6 +122,7 @@ class Trainer:
     progress: Progress
     profile: Profile
     urgent: Callable[[], bool] = lambda: False  # whether to stop without finishing the step
+    check_parity: Callable[[Sequence[Any]], None] | None = None  # of the first rows trained on after any start
     discarded: int = 0  # completions of the last step whose groups were not taken (refill)
     dropped: int = 0  # prompts of the last step that the generator could not answer
 
@@ -203,6 +204,9 @@ class Trainer:
                 )
                 for p in plans
             ]
+            if prepared and self.check_parity is not None:
+                self.check_parity(prepared[0])
+                self.check_parity = None
         done = []
         with self.profile.phase("update"):
             for _ in range(setup.num_iterations):

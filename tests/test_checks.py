@@ -388,12 +388,12 @@ def test_the_space_of_checkpoints(tmp_path: Path) -> None:
     run = load(fake_model(tmp_path / "model"), tmp_path, "cluster.gpus_per_node=0")
     model = pretrained.find(run.model_name_or_path, offline=False)
     assert model.parameters == count and model.weight_bytes == 4 * count
-    found = checks.check(load(fake_model(tmp_path / "other"), tmp_path, "generation.max_prompt_length=16"))
-    assert found["checkpoints"]["bytes_each"] == 14 * count
     counts = config.arithmetic(run, run.build_algorithm(), None)
     space = checks.disk(run, model, counts)
     assert space is not None and space["bytes_each"] == 16 * count
     assert space["at_once"] == 3 and space["bytes_needed"] == 48 * count
+    on_gpus = checks.disk(load(tmp_path / "model", tmp_path), model, counts)
+    assert on_gpus is not None and on_gpus["bytes_each"] == 14 * count
 
 
 def test_a_disk_on_which_checkpoints_do_not_fit(tiny: Path, tmp_path: Path) -> None:

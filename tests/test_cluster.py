@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import REPORT, Cluster
+from cluster import REPORT, Cluster, write_cluster_config
 from transformers import AutoModelForCausalLM
 
 from hpcgrpo import tiny
@@ -164,6 +164,23 @@ def test_engines_that_die_cost_no_step(cluster: Cluster, tmp_path: Path, model: 
     positions = [sorted({r["position"] for r in rows(run, f"step-{n:06d}")}) for n in range(1, 9)]
     assert positions == [list(range(16 * n, 16 * (n + 1))) for n in range(8)]
     assert all(m["sampling/sampling_logp_difference/mean"] < 1e-4 for m in lines)
+
+
+def test_a_run_that_hangs_leaves_its_stacks_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    """A user's reward that never returns: the idle watchdog ends the start, and the next one finishes."""
+    hanging = ROOT / "tests" / "programs" / "hanging_reward.py"
+    config = write_cluster_config(tmp_path, name="hanging", nodes=2, steps=4, save_steps=1)
+    rewards = f'rewards={{"{hanging}:hangs_once": 1.0}}'
+    job = cluster.submit(config, rewards, "cluster.idle_timeout_min=0.3")
+    fields = cluster.wait_for(job, "COMPLETED", timeout_seconds=400)
+    assert fields["Restarts"] == "1"
+    run = tmp_path / "logs" / "hanging"
+    first = json.loads((run / "slurm" / f"{job}.0" / "ended.json").read_text())
+    assert "idle for" in first["reason"] and first["requeued"] and first["last_step"] == 2
+    for rank in range(2):
+        log = (run / "slurm" / f"{job}.0" / f"rank-{rank}.log").read_text()
+        assert "wait_for_the_service_that_never_answers" in log
+    assert [m["step"] for m in read_metrics(run)] == [1, 2, 3, 4]
 
 
 def stranger(cluster: Cluster, run: Path, job: str) -> None:

@@ -160,7 +160,7 @@ def test_the_time_limit(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
 def test_cancelled_then_a_full_disk_during_a_checkpoint(
     cluster: Cluster, folder: Path, tmp_path: Path
 ) -> None:
-    """Neither is the end of a run: submitted again, it goes on."""
+    """Submitted again it goes on; a checkpoint that finds no space is told and passed over."""
     config = write_cluster_config(folder, name="cancelled", nodes=2, steps=STEPS, step_seconds=STEP_SECONDS)
     checkpoints = folder / "logs" / "cancelled" / "checkpoints"
     with small_disk(cluster, checkpoints):
@@ -172,17 +172,18 @@ def test_cancelled_then_a_full_disk_during_a_checkpoint(
         REPORT.append(f"scancel: nothing left running after {time.monotonic() - began:.1f} s")
         cluster.wait_for(run.job, "CANCELLED")
 
+        saved = {p.name for p in checkpoints.iterdir()}
         filler = checkpoints / "filler"
         with filler.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(checkpoints).free - 2**20)
         run.submit()
-        cluster.wait_for(run.job, "FAILED", timeout_seconds=240)
-        assert "No space left on device" in cluster.job_log(run.job)
-        assert not cluster.processes()
-
+        log = run.run / "slurm" / f"{run.job}.0" / "rank-0.log"
+        told = "checkpoint could not be written"
+        cluster.until(lambda: log.exists() and told in log.read_text(), "a warning", timeout_seconds=240)
         filler.unlink()
-        run.submit()
         run.finish()
+        missed = {f"checkpoint-{step}" for step in (2, 4, 6, 8)} - {p.name for p in checkpoints.iterdir()}
+        assert missed and not missed & saved
         same_as_unbroken(folder, run.run, tmp_path)
 
 
@@ -201,7 +202,7 @@ def small_disk(cluster: Cluster, folder: Path) -> Iterator[None]:
 
 def test_a_stale_server_file_and_ports_that_are_taken(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
     config = write_cluster_config(folder, name="crowded", nodes=2, steps=STEPS)
-    crowded = Suffering(cluster, config, "cluster.slurm_additional_parameters={hold: true}", NODELIST)
+    crowded = Suffering(cluster, config, "cluster.slurm_additional_parameters={begin: now+3600}", NODELIST)
     attempt = crowded.run / "slurm" / f"{crowded.job}.0"
     attempt.mkdir(mode=0o700)
     stale = {"attempt": f"{int(crowded.job) - 1}.0", "address": cluster.address("node2"), "control_port": 9}
@@ -211,7 +212,7 @@ def test_a_stale_server_file_and_ports_that_are_taken(cluster: Cluster, folder: 
         "node0", "sh", "-c", f"{sys.executable} -c '{LISTEN}' {taken[0]} {taken[1]} >/dev/null 2>&1 &"
     )
     cluster.until(lambda: len(cluster.processes("socket", node="node0")) == 1, "ports taken")
-    cluster.login("scontrol", "release", crowded.job)
+    cluster.login("scontrol", "update", f"jobid={crowded.job}", "starttime=now")
     crowded.finish()
     cluster.kill(cluster.processes("socket", node="node0"))
     server = json.loads((attempt / "server.json").read_text())

@@ -113,6 +113,14 @@ def serving(folder: Path, model: Path, **changes: Any) -> Iterator[Server]:
         held.close()
 
 
+def tied_model() -> Any:
+    """The tiny model with one matrix for embedding and head, where vLLM on a CPU keeps a copy of its own."""
+    model = tiny.build_tiny_model()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    return model
+
+
 _shared: list[Server] = []  # one for the whole session, whichever modules ask
 
 
@@ -126,7 +134,7 @@ def engine() -> Iterator[Server]:
         return
     with tempfile.TemporaryDirectory(prefix="hpcgrpo-engine-") as scratch:
         model = Path(scratch) / "model"
-        tiny.save(tiny.build_tiny_model(), tiny.build_character_tokenizer(), model)
+        tiny.save(tied_model(), tiny.build_character_tokenizer(), model)
         with serving(Path(scratch), model) as server:
             _shared.append(server)
             yield server

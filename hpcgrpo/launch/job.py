@@ -173,6 +173,8 @@ def _check_folder(folder: str) -> None:
 def _python(*, portable: bool) -> str:
     """This interpreter; for a script that is to be passed on, by its path from here where it lies below."""
     here = Path(sys.executable)
+    if (plain := here.with_name("python")).exists():  # rather than python3: one name, whoever renders
+        here = plain
     below = portable and here.is_relative_to(Path.cwd())
     return str(here.relative_to(Path.cwd())) if below else str(here)
 

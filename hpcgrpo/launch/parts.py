@@ -63,6 +63,7 @@ class Serve:
     served: bool = False  # the engines were up once
     tokens: float = -1.0
     moved: float = 0.0
+    states: dict[int, str] = field(default_factory=dict)
     engines: Engines = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,6 +88,12 @@ class Serve:
         if self.engines.ready and not self.served:
             self.served = True
             self.say(f"engines ready at {', '.join(self.engines.urls)}")
+        states = {e["index"]: e["state"] for e in self.engines.describe()}
+        if self.served and states != self.states:
+            for index, state in states.items():
+                if state != self.states.get(index, state):
+                    self.say(f"engine {index} is {state}; its log is engine-{index}.log")
+        self.states = states
         return None
 
     def news(self) -> dict[str, Any]:

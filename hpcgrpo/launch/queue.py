@@ -101,8 +101,9 @@ def ask(*command: str, text: str | None = None, options: Mapping[str, object] | 
             f"{command[0]}: no answer within {ASK_SECONDS:.0f} s; try again when Slurm is up"
         ) from None
     if done.returncode and SILENT.search(done.stderr):
+        said = done.stderr.strip().splitlines()[-1]
         raise Unreachable(
-            f"{command[0]} does not reach Slurm's controller ({' '.join(done.stderr.split())}); try again when it is"
+            f"{command[0]} does not reach Slurm's controller ({said}); try again when it is"
             " up (`scontrol ping`), or set SLURM_CONF where it stands elsewhere"
         )
     return Answer(done.returncode, done.stdout, done.stderr)
@@ -170,35 +171,22 @@ def test_only(job: Job, script: str) -> str:
 
 def refusal(said: str, job: Job) -> ConfigError:
     """sbatch's words with the keys to change and their values."""
-    words = "; ".join(
-        dict.fromkeys(re.sub(r"^(sbatch: )?(error: )?", "", x) for x in said.splitlines() if x.strip())
-    )
+    quiet = re.compile(r"^(sbatch: )?(error: )?(Batch job submission failed: |allocation failure: )?")
+    words = "; ".join(dict.fromkeys(quiet.sub("", line) for line in said.splitlines() if line.strip()))
+    asked = ", ".join(_asked_resources(job))
     for text, keys, way_out in REFUSALS:
         if re.search(text, said, re.IGNORECASE):
-            return ConfigError(
-                f"{keys}: Slurm refuses the job ({words}): {way_out}. The job asks for {_asked(job)}"
-            )
-    return ConfigError(f"cluster: Slurm refuses the job ({words}). The job asks for {_asked(job)}")
+            return ConfigError(f"{keys or asked}: Slurm refuses the job ({words}): {way_out}. {_asked(job)}")
+    return ConfigError(f"{asked}: Slurm refuses the job ({words}). {_asked(job)}")
 
 
 def _asked(job: Job) -> str:
     quiet = {"job-name", "requeue", "open-mode", "signal", "chdir", "ntasks-per-node"}
     options = [(name, value) for name, value in job.options.items() if name not in quiet]
-    return " ".join(f"--{name}" + ("" if value is True else f"={value}") for name, value in options)
+    shown = " ".join(f"--{name}" + ("" if value is True else f"={value}") for name, value in options)
+    return f"The job asks for {shown}"
 
 
-def _resource_keys(job: Job) -> list[str]:
-    resources = (
-        "nodes",
-        "gpus-per-node",
-        "gres",
-        "cpus-per-task",
-        "mem",
-        "exclusive",
-        "time",
-        "constraint",
-        "nodelist",
-        "exclude",
-        "qos",
-    )
-    return [str(OWN_OPTIONS[name]) for name in resources if name in job.options]
+def _asked_resources(job: Job) -> list[str]:
+    """The keys of what the job asks for, but its name."""
+    return [key for name in job.options if name != "job-name" and (key := OWN_OPTIONS.get(name))]

@@ -49,6 +49,8 @@ def submit(run: RunConfig, *, executor: str, wait: bool, fresh: bool, as_json: b
         queue.check(job)
         queue.test_only(job, sbatch.render(job))
     if not local.preflight(run, fresh=fresh):
+        if as_json:
+            print(json.dumps({"job_id": None, "folder": job.folder, "log": None}))  # finished already
         return 0
     submitted = _hand_over(run, job, executor)
     _tell(run, submitted, as_json)

@@ -183,14 +183,11 @@ class DeepSpeedLearner:
             else:
                 mine = safe_get_local_optimizer_state(parameter, moment)
             size = parameter.ds_numel
-            start = min(size, dist.get_rank() * len(mine))
+            mine = mine.detach()[: max(0, size - dist.get_rank() * len(mine))]
+            # the same memory with an offset of 0: torch cannot copy a DTensor whose part has another
+            mine = torch.from_dlpack(mine) if len(mine) else torch.empty_like(mine)
             found[name] = DTensor.from_local(
-                mine.detach()[: size - start],
-                mesh,
-                [Shard(0)],
-                run_check=False,
-                shape=torch.Size([size]),
-                stride=(1,),
+                mine, mesh, [Shard(0)], run_check=False, shape=torch.Size([size]), stride=(1,)
             )
         return found
 

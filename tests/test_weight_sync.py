@@ -1,0 +1,440 @@
+"""Weights reach the engine: the stream itself between plain processes, then pushes to a real vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from vllm_server import Server, engine, serving
+
+from hpcgrpo import tiny
+from hpcgrpo.generation import broadcast, transports
+from hpcgrpo.generation.weights import WeightSyncError, difference
+
+__all__ = ["engine"]
+PROGRAMS = Path(__file__).parent / "programs"
+PROMPTS = torch.randint(3, 90, (6, 20), generator=torch.Generator().manual_seed(3))
+
+
+class Stream:
+    """A sender here and receivers in processes of their own."""
+
+    def __init__(self, receivers: int, *, timeout_seconds: float = 30.0, fault: str = "") -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        program = [sys.executable, str(PROGRAMS / "stream_end.py"), str(self.port)]
+        self.receivers = [
+            subprocess.Popen(
+                [
+                    *program,
+                    str(rank),
+                    str(receivers + 1),
+                    str(timeout_seconds),
+                    *([fault] if rank == 1 else []),
+                ],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(1, receivers + 1)
+        ]
+        self.group = broadcast.Group(
+            rank=0,
+            world_size=receivers + 1,
+            backend="gloo",
+            own_address="127.0.0.1",
+            master=("127.0.0.1", self.port),
+            device=torch.device("cpu"),
+            timeout_seconds=timeout_seconds,
+            listener=listener,
+        )
+
+    def send(self, *tensors: tuple[str, Tensor]) -> None:
+        broadcast.send(self.group, tensors, lambda: None)
+
+    def output(self, rank: int) -> list[str]:
+        return self.receivers[rank - 1].communicate(timeout=60)[0].splitlines()
+
+    def end(self) -> None:
+        for process in self.receivers:
+            process.kill()
+            process.wait()
+
+
+def tensors() -> list[tuple[str, Tensor]]:
+    seeded = torch.Generator().manual_seed(0)
+    return [
+        ("one", torch.randn(3, 5, generator=seeded)),
+        ("brain", torch.randn(7, generator=seeded).bfloat16()),
+        ("large", torch.randn(600, 700, generator=seeded)),
+        ("scalar", torch.tensor(2.5)),
+        ("odd", torch.arange(3, dtype=torch.uint8)),
+        ("turned", torch.randn(600, 700, generator=seeded).t()),
+        ("empty", torch.empty(0, 4)),
+        ("half", torch.randn(5, 3, generator=seeded).half()),
+    ]
+
+
+def test_what_is_sent_arrives_in_order_with_type_shape_and_values() -> None:
+    sent = tensors()
+    stream = Stream(2)
+    try:
+        stream.send(*sent[:6])
+        stream.send(*sent[6:7])
+        stream.send(*sent[7:])
+        stream.send()
+        expected = ["joined", *(f"{name} {broadcast.fingerprint(t)}" for name, t in sent), "end"]
+        assert [stream.output(1), stream.output(2)] == [expected, expected]
+    finally:
+        stream.end()
+
+
+def test_the_store_listens_on_the_named_address_alone() -> None:
+    stream = Stream(1)
+    try:
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        rows += [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
+        at = {row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{stream.port:04X}")}
+        assert at == {f"0100007F:{stream.port:04X}"}
+    finally:
+        stream.end()
+
+
+def test_receivers_hear_at_once_that_the_sender_calls_it_off_or_dies() -> None:
+    for fault in ("abort", "close"):
+        stream = Stream(2)
+        try:
+            stream.send(*tensors()[:2])
+            began = time.monotonic()
+            if fault == "abort":
+                stream.group.abort()
+            else:
+                stream.group.close()
+            for rank in (1, 2):
+                assert stream.output(rank)[-1].startswith("error")
+            assert time.monotonic() - began < 10
+        finally:
+            stream.end()
+
+
+def test_a_receiver_that_dies_or_stops_ends_the_stream_in_time() -> None:
+    for fault, seconds in (("die", 5.0), ("stop", 8.0)):
+        stream = Stream(2, timeout_seconds=4.0, fault=fault)
+        try:
+            began = time.monotonic()
+            with pytest.raises(broadcast.StreamError):
+                while True:
+                    stream.send(*tensors()[:3])
+            assert time.monotonic() - began < seconds
+            stream.group.abort()
+            stream.group.close()
+            assert time.monotonic() - began < seconds
+            assert stream.output(2)[-1].startswith("error")
+        finally:
+            stream.end()
+
+
+def test_ends_that_do_not_meet_say_where() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    with pytest.raises(broadcast.StreamError, match=f"did not meet at 127.0.0.1:{port}"):
+        broadcast.Group(
+            rank=0,
+            world_size=2,
+            backend="gloo",
+            own_address="127.0.0.1",
+            master=("127.0.0.1", port),
+            device=torch.device("cpu"),
+            timeout_seconds=1.0,
+            listener=listener,
+        )
+
+
+def test_a_fingerprint_tells_values_type_and_shape_apart() -> None:
+    small, large = torch.arange(12.0), torch.arange(1_000_000.0)
+    base = [broadcast.fingerprint(t) for t in (small, large)]
+    assert base == [broadcast.fingerprint(t.clone()) for t in (small, large)]
+    others = [small.view(3, 4), small.double(), small.flip(0), large.view(1000, 1000), large.roll(1)]
+    for place in (0, -1):
+        for tensor in (small, large):
+            changed = tensor.clone()
+            changed[place] += 1
+            others.append(changed)
+    assert len({*base, *(broadcast.fingerprint(t) for t in others)}) == 2 + len(others)
+
+
+def test_making_ahead_keeps_the_order_and_ends_with_its_user() -> None:
+    assert list(broadcast.ahead(range(100))) == list(range(100))
+
+    def failing() -> Iterator[int]:
+        yield 1
+        raise ValueError("the second")
+
+    items = broadcast.ahead(failing())
+    assert next(items) == 1
+    with pytest.raises(ValueError, match="the second"):
+        next(items)
+
+    made: list[int] = []
+    items = broadcast.ahead((made.append(i) or i for i in range(1000)), count=2)
+    next(items)
+    items.close()  # type: ignore[attr-defined]
+    end = time.monotonic() + 5
+    while any(thread.name == "weights ahead" for thread in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert len(made) < 10
+
+
+def test_a_difference_names_the_tensor() -> None:
+    sent = {"a": "1", "b": "2"}
+    assert difference(sent, [{"received": sent, "loaded": {"a": "1"}}] * 2) == ""
+    assert "b: other bytes" in difference(sent, [{"received": {"a": "1"}, "loaded": {}}])
+    assert "c: other bytes" in difference(sent, [{"received": {**sent, "c": "3"}, "loaded": {}}])
+    assert "b: the model does not hold" in difference(sent, [{"received": sent, "loaded": {"b": "3"}}])
+
+
+def changed(folder: Path, seed: int) -> nn.Module:
+    """The model in a folder with other weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model
+
+
+def expected(model: Any, tokens: int = 16) -> list[list[int]]:
+    mask = torch.ones_like(PROMPTS)
+    ids = model.generate(
+        PROMPTS, attention_mask=mask, do_sample=False, max_new_tokens=tokens, eos_token_id=None
+    )
+    return ids[:, PROMPTS.shape[1] :].tolist()
+
+
+def answers(server: Server, version: int) -> list[list[int]]:
+    answer = server.complete(PROMPTS.tolist(), version)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["X-Weights-Version"] == str(version)
+    return [choice["token_ids"] for choice in answer.json()["choices"]]
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((name, parameter.detach()) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["process_group", "filesystem"])
+def test_greedy_answers_are_the_pushed_weights_after_each_push(
+    engine: Server, tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    real = broadcast.send
+
+    def send(group: Any, bucket: Any, watch: Any) -> None:
+        sizes.append(sum(t.nbytes for _, t in bucket))
+        real(group, bucket, watch)
+
+    monkeypatch.setattr(broadcast, "send", send)
+    sync = engine.sync(tmp_path / "weights", transport, bucket_bytes=300_000)
+    seen = []
+    for version in range(3):
+        model = changed(engine.model, version)
+        assert sync.push(lambda model=model: named(model), version) == [engine.url]  # type: ignore[misc]
+        assert engine.state()["version"] == version
+        seen.append(answers(engine, version))
+        assert seen[-1] == expected(model)
+    assert len({str(s) for s in seen}) == 3
+    assert engine.complete(PROMPTS.tolist(), 3).status_code == 409
+    sync.close()
+    if transport == "process_group":
+        largest = max(p.nbytes for p in model.parameters())
+        assert len(sizes) > 6
+        assert max(sizes) <= max(300_000, largest)
+    else:
+        assert [p.name for p in (tmp_path / "weights").iterdir()] == ["version-2"]
+
+
+@pytest.mark.slow
+def test_other_bytes_are_noticed_and_the_engine_stays_stale(
+    engine: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, real = changed(engine.model, 11), broadcast.send
+
+    def damaged(group: Any, bucket: Any, watch: Any) -> None:
+        real(
+            group, [(n, t + 1 if n.endswith("layers.1.mlp.up_proj.weight") else t) for n, t in bucket], watch
+        )
+
+    sync = engine.sync(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(broadcast, "send", damaged)
+        with pytest.raises(WeightSyncError, match=r"layers.1.mlp.up_proj.weight: other bytes arrived"):
+            sync.push(lambda: named(model), 11)
+    assert engine.state()["version"] is None
+    assert engine.complete(PROMPTS.tolist(), 0).status_code == 409
+    assert sync.push(lambda: named(model), 12) == [engine.url]
+    assert answers(engine, 12) == expected(model)
+    sync.close()
+
+
+@pytest.mark.slow
+def test_a_learner_that_dies_halfway_leaves_an_engine_that_takes_the_next_push(
+    engine: Server, tmp_path: Path
+) -> None:
+    """It dies in the middle of a layer's fused projection, which must not count as half loaded later."""
+    model = changed(engine.model, 21)
+    program = f"""
+import os, sys, torch
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+from hpcgrpo.generation.weights import WeightSync
+model = AutoModelForCausalLM.from_pretrained({str(engine.model)!r}, dtype=torch.float32)
+def tensors():
+    for name, parameter in model.named_parameters():
+        yield name, parameter.detach() + 1
+        if name.endswith("layers.0.self_attn.k_proj.weight"):
+            os._exit(3)
+WeightSync([{engine.url!r}], secret={engine.secret!r}, rank=0, gather=lambda v: [v], transport="process_group",
+    address="127.0.0.1", device=torch.device("cpu"), bucket_bytes=1, timeout_seconds=60.0, folder=Path("."),
+    dtype=torch.float32).push(tensors, 20)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=200).returncode == 3
+    assert engine.state()["version"] is None
+    began = time.monotonic()
+    engine.push(model, 21, tmp_path)
+    assert time.monotonic() - began < 30
+    assert answers(engine, 21) == expected(model)
+
+
+@pytest.mark.slow
+def test_a_path_that_holds_no_weights_leaves_the_model_as_it_is(engine: Server, tmp_path: Path) -> None:
+    model = changed(engine.model, 31)
+    engine.push(model, 31, tmp_path)
+    calls = transports.Calls(engine.secret)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "files.json").write_text('["a.safetensors"]')
+    (tmp_path / "damaged" / "a.safetensors").write_bytes(b"\xff" * 100)
+    for path in ("none", "damaged"):
+        with pytest.raises(transports.CallError, match=r"Error"):
+            calls.extension(engine.url, "reload", path=str(tmp_path / path))
+    assert answers(engine, 31) == expected(model)
+
+
+@pytest.mark.slow
+def test_an_engine_names_the_hop_that_fails(engine: Server) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        calls = transports.Calls(engine.secret)
+        where = f"{socket.gethostname()} cannot reach 127.0.0.1:{port}: ConnectionRefused"
+        with pytest.raises(transports.CallError, match=where):
+            calls.extension(engine.url, "probe", master_address="127.0.0.1", master_port=port)
+    assert calls.extension(engine.url, "dtype") == [{"dtype": "float32"}]
+    with pytest.raises(transports.CallError, match="HTTP 401"):
+        transports.Calls("0000").extension(engine.url, "dtype")
+
+
+@pytest.mark.slow
+def test_a_dead_engine_is_left_out(engine: Server, tmp_path: Path) -> None:
+    model = changed(engine.model, 41)
+    sync = engine.sync(tmp_path)
+    sync.urls = ("http://127.0.0.1:9", engine.url)
+    assert sync.push(lambda: named(model), 41) == [engine.url]
+    sync.urls = ("http://127.0.0.1:9",)
+    sync.timeout_seconds = 2.0
+    began = time.monotonic()
+    with pytest.raises(
+        WeightSyncError, match=r"version 42 within 2 s .*http://127.0.0.1:9: /hpcgrpo/state: Connect"
+    ):
+        sync.push(lambda: named(model), 42)
+    assert time.monotonic() - began < 10
+    sync.close()
+
+
+@pytest.mark.slow
+def test_a_request_in_flight_goes_on_and_counts_as_the_older_weights(engine: Server, tmp_path: Path) -> None:
+    engine.push(changed(engine.model, 50), 50, tmp_path)
+    got: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: got.append(engine.complete(PROMPTS.tolist(), 50, tokens=230)))
+    thread.start()
+    while not engine.state()["busy"]:
+        assert thread.is_alive()
+    model = changed(engine.model, 51)
+    engine.push(model, 51, tmp_path)
+    thread.join()
+    assert got[0].status_code == 200
+    assert got[0].headers["X-Weights-Version"] == "50"
+    assert answers(engine, 51) == expected(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["process_group", "filesystem"])
+def test_sharded_ranks_push_together_and_fail_together(
+    engine: Server, tmp_path: Path, transport: str
+) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    arguments = [engine.url, engine.secret, str(engine.model), str(tmp_path), transport]
+    done = subprocess.run(
+        [*command, str(PROGRAMS / "push_ranks.py"), *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = sorted(
+        (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")),
+        key=lambda r: r["rank"],
+    )
+    assert [r["held"] for r in reports] == [[[engine.url]] * 3] * 2
+    assert reports[0]["same"] == [True] * 3
+    assert reports[0]["error"] == reports[1]["error"]
+    assert "http://127.0.0.1:9: /hpcgrpo/state: Connect" in reports[0]["error"]
+
+
+@pytest.mark.slow
+def test_an_engine_killed_in_a_broadcast_comes_back_stale_and_takes_the_weights_again(tmp_path: Path) -> None:
+    """Untied embeddings here; the shared engine's are tied."""
+    pytest.importorskip("vllm")
+    folder = tmp_path / "model"
+    tiny.save(tiny.build_tiny_model(), tiny.build_character_tokenizer(), folder)
+    with serving(tmp_path, folder) as server:
+        model = changed(folder, 61)
+        sync = server.sync(tmp_path / "weights", timeout_seconds=15.0, bucket_bytes=1)
+        assert sync.push(lambda: named(model), 60) == [server.url]
+        before, instance = answers(server, 60), server.state()["instance"]
+        assert before == expected(model)
+        one = server.engines.engines[0]
+        assert one.process is not None
+
+        def killing() -> Iterator[tuple[str, Tensor]]:
+            for count, item in enumerate(named(model)):
+                if count == 8:
+                    os.kill(one.process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+                yield item
+
+        began = time.monotonic()
+        with pytest.raises(
+            WeightSyncError, match=rf"no engine took the weights of version 61 .*{server.url}: "
+        ):
+            sync.push(killing, 61)
+        assert time.monotonic() - began < 25
+        server.poll_until(lambda: one.state == "DEAD")
+        server.poll_until(lambda: one.state == "READY")
+        assert server.state()["version"] is None
+        assert server.state()["instance"] != instance
+        assert server.complete(PROMPTS.tolist(), 0).status_code == 409
+        assert sync.push(lambda: named(model), 61) == [server.url]
+        assert answers(server, 61) == before
+        sync.close()

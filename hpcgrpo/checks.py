@@ -17,6 +17,7 @@ from hpcgrpo.arithmetic import Arithmetic, arithmetic
 from hpcgrpo.check_report import gigabytes, show, show_options
 from hpcgrpo.config import ConfigError
 from hpcgrpo.pretrained import Pretrained
+from hpcgrpo.rewards.answers import settle, tidy
 from hpcgrpo.sections import DataConfig, RunConfig
 from hpcgrpo.tasks import GENERATED, PRESETS, Prompts, Renderer, Row, build_prompts, build_renderer, load_rows
 from hpcgrpo.types import Completion, Prompt
@@ -26,6 +27,7 @@ __all__ = ["check", "inputs", "show", "show_options"]
 # What vLLM's attention on a CPU has kernels for (0.32).
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 STATE_BYTES = 12  # of a checkpoint for each parameter: the float32 master and Adam's two moments
+SAMPLES = 32  # prompts of which one is graded
 DRAFT = "<think>reasoning of the draft</think><answer>its answer</answer>"
 
 
@@ -72,9 +74,9 @@ def check(run: RunConfig) -> dict[str, Any]:
     counts = arithmetic(run, algorithm, usable)
     template = template_of(algorithm.options)
     shown = _shown(prompts, template, counts) if prompts else {}
-    sample = prompts.take(0, 1)[0] if prompts else _plain(rows[0]) if rows else None
-    if prompts and sample:
-        _compare_format(run, sample, notes)
+    first = prompts.take(0, SAMPLES) if prompts else [_plain(row) for row in (rows or [])[:SAMPLES]]
+    if prompts:
+        _compare_format(run, first[0], notes)
     return {
         "name": run.name,
         "algorithm": dict(algorithm.options),
@@ -83,9 +85,9 @@ def check(run: RunConfig) -> dict[str, Any]:
         "model": _model(model),
         "questions": usable,
         "questions_too_long": prompts.num_too_long if prompts else None,
-        "answer_of_first": str(sample.columns.get("answer")) if sample else None,
+        "answer_of_first": str(first[0].columns.get("answer")) if first else None,
         "prompts": shown,
-        "rewards": graded(run, sample, renderer, notes) if sample else [],
+        "rewards": graded(run, first, renderer, notes),
         "checkpoints": _disk_report(run, model, counts, notes),
         "warnings": notes.warnings,
         "not_checked": notes.not_checked,
@@ -278,18 +280,23 @@ FORMS = (
 )
 
 
-def graded(run: RunConfig, prompt: Prompt, renderer: Renderer | None, notes: Notes) -> list[dict[str, Any]]:
-    """What the rewards give for the prompt's own answer and for a wrong one, in the form they value most.
+def graded(
+    run: RunConfig, prompts: Sequence[Prompt], renderer: Renderer | None, notes: Notes
+) -> list[dict[str, Any]]:
+    """What the rewards give for a prompt's own answer and for a wrong one, in the form they value most.
 
-    Raises ValueError naming the function that fails. A judge is not called.
+    The first prompt whose answer is told from a wrong one without a formula parser, which takes seconds to load;
+    else the first. Raises ValueError naming the function that fails. A judge is not called.
     """
     spec = {key: value for key, value in run.rewards.items() if key != "judge"}
     if len(spec) < len(run.rewards):
         notes.not_checked.append("rewards: the judge, which a check does not call")
-    gold = prompt.columns.get("answer")
-    if not spec or gold is None:
+    prompts = [p for p in prompts if p.columns.get("answer") is not None]
+    if not spec or not prompts:
         return []
-    answers = {"right": str(gold), "wrong": _wrong(str(gold))}
+    prompt = next((p for p in prompts if _wrong(str(p.columns["answer"]))[1]), prompts[0])
+    gold = str(prompt.columns["answer"])
+    answers = {"right": gold, "wrong": _wrong(gold)[0]}
     texts = [form.format(answer) for answer in answers.values() for form in FORMS]
     limit = run.generation.max_completion_length
     with (
@@ -310,13 +317,12 @@ def graded(run: RunConfig, prompt: Prompt, renderer: Renderer | None, notes: Not
     return [{"sample": kind, "text": texts[i], **asdict(scores[i])} for kind, i in pair]
 
 
-def _wrong(gold: str) -> str:
-    """Another answer; where there is one, such that telling the two apart takes no formula parser."""
-    from hpcgrpo.rewards.answers import settle, tidy
-
+def _wrong(gold: str) -> tuple[str, bool]:
+    """Another answer, and whether arithmetic alone tells the two apart."""
     number = [str(int(gold) + 1)] if re.fullmatch(r"-?\d{1,18}", gold) else []
     choices = [*number, "0", "1"]
-    return next((c for c in choices if settle(tidy(gold), tidy(c)) is False), choices[0])
+    told = next((c for c in choices if settle(tidy(gold), tidy(c)) is False), None)
+    return told or choices[0], told is not None
 
 
 def _completion(text: str, renderer: Renderer | None) -> Completion:

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from hpcgrpo.config import ConfigError
 from hpcgrpo.generators import build_generator, parity_check
 from hpcgrpo.journal import FolderInUse, claim
 from hpcgrpo.learning import checkpoint
+from hpcgrpo.learning.attention import attention_choice
 from hpcgrpo.learning.fsdp import FsdpLearner
 from hpcgrpo.learning.schedule import schedule
 from hpcgrpo.profiler import Profile
@@ -156,7 +157,7 @@ def assemble(config: RunConfig, ranks: GlooRanks, device: torch.device, attempt:
         refine=renderer.refine,
         learning_rate=learning_rate(config, counts),
         ranks=ranks,
-        setup=setup(config, counts),
+        setup=setup(config, counts, device),
         progress=Progress(),
         profile=profile,
         urgent=attempt.urgent if attempt is not None else lambda: False,
@@ -208,14 +209,17 @@ def held_out_prompts(config: RunConfig, renderer: Renderer) -> list[Prompt]:
 def build_learner(config: RunConfig, algorithm: Algorithm, device: torch.device) -> FsdpLearner:
     """The learner, with what the configuration leaves to the device decided."""
     train, gpu = config.train, device.type == "cuda"
-    return FsdpLearner(
+    attention, note = attention_choice(train.attn_implementation, device.type)
+    if note and dist.get_rank() == 0:
+        print(f"note: {note}", file=sys.stderr)
+    return learner_class(train.learner)(
         config.model_name_or_path,
         mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
         device=device,
         temperature=config.generation.temperature,
         bf16=gpu if train.bf16 is None else train.bf16,
         gradient_checkpointing=gpu if train.gradient_checkpointing is None else train.gradient_checkpointing,
-        attn_implementation=train.attn_implementation,
+        attn_implementation=attention,
         chunk_bytes=train.logprob_chunk_bytes,
         weight_decay=train.weight_decay,
         betas=(train.adam_beta1, train.adam_beta2),
@@ -223,6 +227,15 @@ def build_learner(config: RunConfig, algorithm: Algorithm, device: torch.device)
         max_grad_norm=train.max_grad_norm,
         with_reference="reference" in algorithm.streams,
     )
+
+
+def learner_class(name: str) -> type[FsdpLearner]:
+    """FsdpLearner or its twin on DeepSpeed, which is imported only where it is asked for."""
+    if name == "fsdp":
+        return FsdpLearner
+    from hpcgrpo.learning.deepspeed import DeepSpeedLearner
+
+    return cast("type[FsdpLearner]", DeepSpeedLearner)
 
 
 def learning_rate(config: RunConfig, counts: Arithmetic) -> Any:
@@ -239,10 +252,10 @@ def learning_rate(config: RunConfig, counts: Arithmetic) -> Any:
     return lambda update: train.learning_rate * factor(update)
 
 
-def setup(config: RunConfig, counts: Arithmetic) -> Setup:
+def setup(config: RunConfig, counts: Arithmetic, device: torch.device) -> Setup:
     """What the loop needs of configuration and counts."""
     length = counts.max_model_length
-    default_budget = max(length, 16384 if config.device != "cpu" and torch.cuda.is_available() else 4096)
+    default_budget = max(length, 16384 if device.type == "cuda" else 4096)
     return Setup(
         seed=config.seed,
         prompts_per_step=counts.prompts_per_step,
@@ -254,7 +267,7 @@ def setup(config: RunConfig, counts: Arithmetic) -> Setup:
         max_completion_length=config.generation.max_completion_length,
         max_refine_prompt_length=counts.max_refine_prompt_length or length,
         temperature=config.generation.temperature,
-        shared_prefix=config.train.attn_implementation == "packed",
+        shared_prefix=attention_choice(config.train.attn_implementation, device.type)[0] == "packed",
     )
 
 

@@ -326,6 +326,14 @@ def test_a_job_in_which_nothing_moves_is_dumped_then_ended(tmp_path: Path) -> No
         assert one.verdict is not None and "idle" in one.verdict.reason
 
 
+def test_loading_may_take_longer_than_idleness(tmp_path: Path) -> None:
+    one = lead(tmp_path, idle_timeout_min=0.02, rendezvous_timeout=100)
+    one.moved = time.time() - 150
+    assert looked(one) is None and one.dumped is None
+    one.moved = time.time() - 210
+    assert list(one.poll()) == [{"dump": True}]
+
+
 def test_nodes_that_never_come_are_named(tmp_path: Path) -> None:
     one = lead(tmp_path, rendezvous_timeout=10)
     assert looked(one) is None

@@ -261,12 +261,23 @@ def test_a_slow_answer_is_given_up_and_asked_elsewhere(engines: list[StandIn]) -
     assert engines[0].log()["cancelled"] == 1
 
 
-@pytest.mark.parametrize("fault", [{"status": 500}, {"status": 404, "message": "no such model"}], ids=str)
+@pytest.mark.parametrize(
+    "fault",
+    [{"status": 500}, {"status": 404, "message": "no such model"}, {"status": 400, "message": "too long"}],
+    ids=str,
+)
 def test_engines_that_answer_nothing_end_the_run(engines: list[StandIn], fault: dict[str, Any]) -> None:
     for engine in engines:
         engine.script(always=fault)
     with pytest.raises(RuntimeError, match=f"none of 3 requests: .*{fault.get('message', '500 broken')}"):
         client(engines).generate(made_requests(3), SAMPLING)
+
+
+def test_a_lone_prompt_that_is_refused_does_not_end_the_run(engines: list[StandIn]) -> None:
+    engines[0].script(always={"status": 400, "message": "too long"})
+    generator = client(engines[:1])
+    completions = generator.generate([Request((1, 2), i) for i in range(4)], SAMPLING)
+    assert [c.finish_reason for c in completions] == ["abort"] * 4 and generator.dropped == 4
 
 
 def test_the_wrong_secret_ends_the_run_at_once(engines: list[StandIn]) -> None:

@@ -129,7 +129,8 @@ def _parse_head(head: bytes) -> tuple[int, dict[str, str]]:
 
 async def _read_body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> bytes:
     if headers.get("transfer-encoding", "").lower() != "chunked":
-        return await reader.readexactly(int(headers["content-length"]))
+        length = headers.get("content-length")
+        return await (reader.read() if length is None else reader.readexactly(int(length)))
     chunks = []
     while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
         chunks.append((await reader.readexactly(size + 2))[:-2])

@@ -145,7 +145,8 @@ class VllmGenerator:
     def _account(self, work: _Work) -> None:
         self.dropped += len(work.dropped)
         self.drop_reasons.extend(work.dropped.values())
-        if work.systematic and not work.answers:
+        several = len({r.prompt_token_ids for r in work.requests}) > 1  # a lone prompt may be at fault itself
+        if work.dropped and not work.answers and (work.systematic or several):
             raise RuntimeError(
                 f"the vLLM engines answered none of {len(work.requests)} requests: {self.drop_reasons[-1]}. See"
                 " the engine-*.log files of this attempt."

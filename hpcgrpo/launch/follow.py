@@ -131,13 +131,9 @@ def _ended_from_outside(job: Submitted, tail: Tail) -> int:
     ended = outcome(job)
     if ended is not None:
         return ended[0]
-    try:
-        how = job.final_state()
-    except Unreachable:
-        how = "UNKNOWN"
     say(
-        f"job {job.job_id} left the queue without a word of the run's own; Slurm says {how}. The same command goes on"
-        f" from the last checkpoint; `hpcgrpo doctor {job.folder}` looks for the cause"
+        f"job {job.job_id} left the queue without a word of the run's own; Slurm says {job.final_state()}. The same"
+        f" command goes on from the last checkpoint; `hpcgrpo doctor {job.folder}` looks for the cause"
     )
     return 1
 

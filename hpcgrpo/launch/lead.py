@@ -48,6 +48,7 @@ class Lead:
     broadcasts: list[Message] = field(default_factory=list)
     told: dict[int, int] = field(default_factory=dict)  # how many broadcasts each node has got; ours included
     moved: float = field(default_factory=time.time)
+    begun: bool = False  # something has moved already: imports and loading are over
     status: Message = field(default_factory=dict)
     checkpoint: tuple[int, bool] = (0, False)
     first_step: int | None = None
@@ -67,7 +68,8 @@ class Lead:
 
     def hear(self, node: int, message: Message) -> None:
         """Take in one node's news."""
-        self.moved = max(self.moved, float(message.get("moved", 0)))
+        moved = float(message.get("moved", 0))
+        self.moved, self.begun = max(self.moved, moved), self.begun or moved > 0
         if "status" in message:
             self._note_status(message["status"], message["checkpoint"])
         if message.get("engines") and self.engines.get(node) != message["engines"]:
@@ -145,13 +147,16 @@ class Lead:
             self.stop("time limit", urgent)
 
     def _watch_idle(self) -> None:
-        still = time.time() - self.moved
-        if self.dumped is None and still > 60 * self.config.cluster.idle_timeout_min:
+        still, cluster = time.time() - self.moved, self.config.cluster
+        patience = 60 * cluster.idle_timeout_min
+        if not self.begun:
+            patience = max(patience, 2 * cluster.rendezvous_timeout)
+        if self.dumped is None and still > patience:
             self.say(f"nothing has moved on any node for {still / 60:.1f} min; stacks go to the ranks' logs")
             self.dumped = time.monotonic()
             self.broadcasts.append({"dump": True})
         if self.dumped is not None and time.monotonic() - self.dumped > DUMP_SECONDS:
-            again = self.config.cluster.idle_action == "requeue"
+            again = cluster.idle_action == "requeue"
             self._conclude(1, f"idle for {still / 60:.1f} min (cluster.idle_timeout_min)", again=again)
 
     def _watch_nodes(self) -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from hpcgrpo.config import ConfigError
@@ -96,6 +97,8 @@ def ask(*command: str, text: str | None = None, options: Mapping[str, object] | 
             timeout=ASK_SECONDS,
             env=environment(options or {}),
         )
+    except FileNotFoundError:
+        raise Unreachable(f"{command[0]} is not on this machine's PATH") from None
     except subprocess.TimeoutExpired:
         raise Unreachable(
             f"{command[0]}: no answer within {ASK_SECONDS:.0f} s; try again when Slurm is up"
@@ -126,18 +129,16 @@ def reason(job_id: str) -> str:
 
 
 def final_state(job_id: str) -> str:
-    """How a job that has left the queue ended, by scontrol while it remembers, else by sacct; or UNKNOWN."""
-    said = ask("scontrol", "show", "job", "--oneliner", job_id)
-    found = re.search(r"\bJobState=(\S+)", said.out)
-    if said.code == 0 and found:
-        return found[1]
-    if shutil.which("sacct"):
-        try:
-            rows = ask("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State").out.split("\n")
-        except Unreachable:
-            rows = []
-        if rows[:1] and rows[0].strip():
-            return rows[0].split()[0]
+    """How a job that has left the queue ended: as scontrol says while it remembers, else sacct; or UNKNOWN."""
+    asked = (
+        (r"\bJobState=(\w+)", ("scontrol", "show", "job", "--oneliner", job_id)),
+        (r"^(\w+)", ("sacct", "-X", "--noheader", "--parsable2", "--jobs", job_id, "--format", "State")),
+    )
+    for pattern, command in asked:
+        with suppress(Unreachable):
+            answer = ask(*command)
+            if answer.code == 0 and (found := re.search(pattern, answer.out)):
+                return found[1]
     return "UNKNOWN"
 
 

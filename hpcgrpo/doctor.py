@@ -144,7 +144,7 @@ def _start(folder: Path) -> Start:
     times = [written(p) for p in folder.iterdir() if p.is_file()] or [written(folder)]
     began, end = (_seconds(ended.get(k)) for k in ("began", "ended"))
     start = Start(folder.name, began or min(times), end or max(times), ended)
-    if ended.get("code") in (0, CODE_SAVED):
+    if _went_well(ended):
         return start
     start.findings = of_attempt(folder)
     if reason := str(ended.get("reason") or ""):
@@ -153,6 +153,11 @@ def _start(folder: Path) -> Start:
         cause = cause_of(reason.splitlines()[0]) or cause_of(reason)
         start.findings.append(Finding(whose, folder / "ended.json", None, start.end, clean(reason), cause))
     return start
+
+
+def _went_well(ended: Mapping[str, Any]) -> bool:
+    """Whether a start finished the run, or saved it and is followed by another one."""
+    return ended.get("code") == 0 or (ended.get("code") == CODE_SAVED and bool(ended.get("requeued")))
 
 
 def _share(path: Path, starts: list[Start]) -> None:
@@ -166,7 +171,7 @@ def _share(path: Path, starts: list[Start]) -> None:
     elif own:
         for finding in findings:
             start = next((s for s in own if finding.time <= s.end + SLACK_SECONDS), own[-1])
-            if start.ended.get("code") not in (0, CODE_SAVED):
+            if not _went_well(start.ended):
                 start.findings.append(finding)
 
 

@@ -347,6 +347,20 @@ def test_a_right_and_a_wrong_answer_in_the_form_that_the_rewards_want(tiny: Path
     assert [r["reward"] for r in cppo["rewards"]] == [3.0, 1.0]
 
 
+def test_answers_that_only_a_formula_parser_tells_apart(tiny: Path, tmp_path: Path) -> None:
+    """Where there is a number among the first answers, that one is taken, since the parser takes seconds to load."""
+    lines = ['{"prompt": "1", "answer": "x^2 + 1"}', '{"prompt": "2", "answer": "\\\\sqrt{3}"}'] * 4
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(lines))
+    run = load(tiny, tmp_path, f"data={{path: {path}, shuffle: false}}", "rewards={accuracy: 1.0}")
+    report = checks.check(run)
+    assert [r["outcomes"]["accuracy"] for r in report["rewards"]] == ["right", "wrong"]
+    path.write_text("\n".join([*lines, '{"prompt": "3", "answer": "7"}']))
+    report = checks.check(run)
+    assert report["answer_of_first"] == "x^2 + 1"
+    assert [r["text"].split("answer>")[1] for r in report["rewards"]] == ["7</", "8</"]
+
+
 def test_rewards_that_cannot_tell_right_from_wrong_are_warned_of(tiny: Path, tmp_path: Path) -> None:
     assert "a wrong answer scores as much" in rewards_of(tiny, tmp_path, "{format: 1.0}")["warnings"][0]
     prefilled = rewards_of(tiny, tmp_path, "{accuracy: 1, format: {weight: 1, think_in_prompt: true}}")

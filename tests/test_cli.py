@@ -139,8 +139,11 @@ def test_check_prints_the_counts_and_both_prompts(config: Path) -> None:
     question = report["prompts"]["draft"].removesuffix("=")
     assert report["prompts"]["refinement"].startswith(question + "#")
     assert report["prompts"]["refinement"].endswith("#" + question + "=")
+    assert [r["parts"]["accuracy"] for r in report["rewards"]] == [1.0, 0.0]
+    assert (report["servers"], report["warnings"], report["not_checked"]) == (None, [], [])
     shown = hpcgrpo("check", str(config))
     assert shown.returncode == 0 and question in shown.stdout
+    assert "rewards of a sample" in shown.stdout and "1 (right)" in shown.stdout
 
 
 def test_algorithms_lists_every_option_with_its_default() -> None:

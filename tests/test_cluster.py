@@ -72,6 +72,14 @@ def test_the_shipped_configuration_on_three_nodes(cluster: Cluster, tmp_path: Pa
     assert cluster.wait_for(job, "COMPLETED")["NumNodes"] == "3"
     REPORT.append(f"cluster_cpu.yaml from submission to end: {seconds:.0f} s")
 
+    first = (run / "rollouts" / "eval-000000.jsonl").stat().st_mtime - (
+        time.time() - (time.monotonic() - began)
+    )
+    engine = engine_seconds(run / "slurm" / f"{job}.0" / "node-0.log")
+    REPORT.append(
+        f"from submission to the first answers: {first:.0f} s, of which the engine's start {engine:.0f} s"
+    )
+
     for step in range(STEPS + 1):
         weights = model if step == 0 else run / "checkpoints" / f"checkpoint-{step}"
         answers = rows(run, f"eval-{step:06d}")
@@ -93,6 +101,17 @@ def test_the_shipped_configuration_on_three_nodes(cluster: Cluster, tmp_path: Pa
     assert logs >= {"engine-0.log", "server.json", "ended.json"}
     assert "step 5/5" in Path(job_log(run, job)).read_text()
     assert json.loads((attempt / "server.json").read_text())["address"] != "127.0.0.1"
+
+
+def engine_seconds(log: Path) -> float:
+    """From an engine's start to its being ready, as its node's log has it."""
+    at = {}
+    for line in log.read_text().splitlines():
+        for what in ("starting 1 vLLM engine", "engines ready"):
+            if what in line:
+                hours, minutes, seconds = map(int, line.split()[0].split(":"))
+                at[what] = 3600 * hours + 60 * minutes + seconds
+    return float((at["engines ready"] - at["starting 1 vLLM engine"]) % 86400)
 
 
 def job_log(run: Path, job: str) -> Path:
@@ -181,6 +200,32 @@ def test_a_run_that_hangs_leaves_its_stacks_and_goes_on(cluster: Cluster, tmp_pa
         log = (run / "slurm" / f"{job}.0" / f"rank-{rank}.log").read_text()
         assert "wait_for_the_service_that_never_answers" in log
     assert [m["step"] for m in read_metrics(run)] == [1, 2, 3, 4]
+
+
+def test_a_start_that_was_taken_for_dead_writes_nothing_more(cluster: Cluster, tmp_path: Path) -> None:
+    """Only a node's slurmd dies: Slurm starts the job elsewhere while the old processes still run there."""
+    config = write_cluster_config(tmp_path, name="orphan", nodes=2, steps=40, save_steps=1, step_seconds=1.5)
+    job = cluster.submit(config)
+    run = tmp_path / "logs" / "orphan"
+    cluster.until(lambda: len(read_metrics(run)) >= 2, "step 2", timeout_seconds=200)
+    lead = json.loads((run / "slurm" / f"{job}.0" / "server.json").read_text())["host"]
+    try:
+        cluster.enter(lead, "pkill", "-x", "slurmd")
+        cluster.wait_for(job, lambda f: f["Restarts"] == "1" and f["JobState"] == "RUNNING")
+        again = run / "slurm" / f"{job}.1"
+        cluster.until(again.exists, "the next start", timeout_seconds=60)
+        cluster.until(
+            lambda: not cluster.processes("hpcgrpo", node=lead), "the old start's end", timeout_seconds=30
+        )
+        before = len(read_metrics(run))
+        cluster.until(lambda: len(read_metrics(run)) >= before + 2, "two more steps", timeout_seconds=120)
+        assert cluster.job(job)["Restarts"] == "1"
+        steps = [m["step"] for m in read_metrics(run)]
+        assert steps == list(range(1, len(steps) + 1))
+    finally:
+        cluster.cancel(job)
+        cluster.crash(lead)
+        cluster.boot(lead)
 
 
 def stranger(cluster: Cluster, run: Path, job: str) -> None:

@@ -50,7 +50,7 @@ def same_as_unbroken(folder: Path, run: Path, scratch: Path) -> None:
     expected, found = (tensors(r / f"checkpoints/checkpoint-{STEPS}/state", scratch) for r in (unbroken, run))
     assert expected.keys() == found.keys()
     assert all(torch.equal(tensor, found[key]) for key, tensor in expected.items())
-    before = tensors(run / "checkpoints/checkpoint-2/state", scratch)
+    before = tensors(unbroken / "checkpoints/checkpoint-2/state", scratch)
     assert any(not torch.equal(before[k], found[k]) for k in before if k.startswith("/model/")), (
         "nothing was learnt"
     )
@@ -106,124 +106,122 @@ class Suffering:
         self.cluster.wait_for(self.job, "COMPLETED", timeout_seconds=240)
 
 
-def test_killed_rank_crashed_node_preemption_and_a_controller_that_is_away(
-    cluster: Cluster, folder: Path, tmp_path: Path
-) -> None:
-    """All in one job, one after the other, since each costs a start."""
-    config = write_cluster_config(folder, name="hurt", nodes=2, steps=STEPS, step_seconds=STEP_SECONDS)
-    hurt = Suffering(cluster, config, "cluster.slurm_partition=low")
+def test_everything_that_can_break(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
+    """One job, one fault after the other, since each costs a start.
 
-    hurt.reach(3)
-    ranks = cluster.processes(r"hpcgrpo\S* rank ", node=hurt.nodes()[1])
-    assert len(ranks) == 1
-    cluster.kill(ranks)
-    hurt.started_again("kill -9 of a rank", 1)
-
-    hurt.reach(5)
-    crashed = hurt.nodes()[1]
-    cluster.crash(crashed)
-    hurt.started_again("a crashed node", 2)
-    assert crashed not in hurt.nodes()
-
-    hurt.reach(6)
-    wanted = ["--exclusive", f"--nodelist={','.join(hurt.nodes())}", "-N2"]
-    preempting = cluster.login(
-        "sbatch", "--parsable", "-pmain", *wanted, "-o/dev/null", "--wrap=sleep 2"
-    ).stdout
-    cluster.track(preempting.strip())
-    hurt.started_again("preemption", 3)
-
-    hurt.reach(7)
-    cluster.crash("slurmctld")
-    ended = hurt.run / "slurm" / "ended.json"
-    cluster.until(ended.exists, "the run's end without a controller", timeout_seconds=60)
-    cluster.boot("slurmctld")
-    hurt.finish()
-    same_as_unbroken(folder, hurt.run, tmp_path)
-
-
-def test_the_time_limit(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
-    """A run that does not fit into its job saves in time, goes back into the queue and goes on."""
+    A stale server.json and taken ports at the start, a checkpoint that finds the disk full, kill -9 of a rank, a
+    crashed node, preemption, and a controller that is away when the run ends.
+    """
     config = write_cluster_config(
-        folder, name="limited", nodes=2, steps=STEPS, save_steps=100, step_seconds=6
+        folder, name="hurt", nodes=2, steps=STEPS, save_steps=1, step_seconds=STEP_SECONDS
     )
-    limited = Suffering(cluster, config, "cluster.timeout_min=1")
-    fields = cluster.wait_for(limited.job, "COMPLETED", timeout_seconds=280)
-    assert int(fields["Restarts"]) in (1, 2)
-    first = json.loads((limited.run / f"slurm/{limited.job}.0/ended.json").read_text())
-    assert "time limit" in first["reason"]
-    assert first["requeued"]
-    assert first["last_step"] >= 1, "nothing was saved before the limit"
-    same_as_unbroken(folder, limited.run, tmp_path)
+    with small_disk(cluster, folder / "logs/hurt/checkpoints") as disk:
+        filler = fill(disk)
+        hurt = Suffering(
+            cluster, config, "cluster.slurm_partition=low", LATER, "cluster.slurm_nodelist=node[0-1]"
+        )
+        with crowded(cluster, hurt) as taken:
+            cluster.login("scontrol", "update", f"jobid={hurt.job}", "starttime=now")
+            log = hurt.run / "slurm" / f"{hurt.job}.0" / "rank-0.log"
+            told = "checkpoint could not be written"
+            cluster.until(
+                lambda: log.exists() and told in log.read_text(), "a full disk", timeout_seconds=240
+            )
+            filler.unlink()
+            server = json.loads(log.with_name("server.json").read_text())
+            assert server["attempt"] == f"{hurt.job}.0"
+            assert server["control_port"] not in taken
+
+            hurt.reach(3)
+            ranks = cluster.processes(r"hpcgrpo\S* rank ", node=hurt.nodes()[1])
+            assert len(ranks) == 1
+            cluster.kill(ranks)
+            hurt.started_again("kill -9 of a rank", 1)
+        cluster.login("scontrol", "update", f"jobid={hurt.job}", "reqnodelist=", check=False)
+
+        hurt.reach(5)
+        crashed = hurt.nodes()[1]
+        cluster.crash(crashed)
+        hurt.started_again("a crashed node", 2)
+        assert crashed not in hurt.nodes()
+
+        hurt.reach(6)
+        wanted = ["--exclusive", f"--nodelist={','.join(hurt.nodes())}", "-N2"]
+        other = cluster.login(
+            "sbatch", "--parsable", "-pmain", *wanted, "-o/dev/null", "--wrap=sleep 2"
+        ).stdout
+        cluster.track(other.strip())
+        hurt.started_again("preemption", 3)
+
+        cluster.crash("slurmctld")
+        ended = hurt.run / "slurm" / "ended.json"
+        cluster.until(ended.exists, "the run's end without a controller", timeout_seconds=120)
+        cluster.boot("slurmctld")
+        hurt.finish()
+        same_as_unbroken(folder, hurt.run, tmp_path)
 
 
-def test_cancelled_then_a_full_disk_during_a_checkpoint(
-    cluster: Cluster, folder: Path, tmp_path: Path
-) -> None:
-    """Submitted again it goes on; a checkpoint that finds no space is told and passed over."""
-    config = write_cluster_config(folder, name="cancelled", nodes=2, steps=STEPS, step_seconds=STEP_SECONDS)
-    checkpoints = folder / "logs" / "cancelled" / "checkpoints"
-    with small_disk(cluster, checkpoints):
-        run = Suffering(cluster, config)
-        run.reach(3)
-        began = time.monotonic()
-        cluster.cancel(run.job)
-        cluster.until(lambda: not cluster.processes(), "nothing left running", timeout_seconds=30)
-        REPORT.append(f"scancel: nothing left running after {time.monotonic() - began:.1f} s")
-        cluster.wait_for(run.job, "CANCELLED")
-
-        saved = {p.name for p in checkpoints.iterdir()}
-        filler = checkpoints / "filler"
-        with filler.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(checkpoints).free - 2**20)
-        run.submit()
-        log = run.run / "slurm" / f"{run.job}.0" / "rank-0.log"
-        told = "checkpoint could not be written"
-        cluster.until(lambda: log.exists() and told in log.read_text(), "a warning", timeout_seconds=240)
-        filler.unlink()
-        run.finish()
-        missed = {f"checkpoint-{step}" for step in (2, 4, 6, 8)} - {p.name for p in checkpoints.iterdir()}
-        assert missed and not missed & saved
-        same_as_unbroken(folder, run.run, tmp_path)
+LATER = "cluster.slurm_additional_parameters={begin: now+3600}"
+LISTEN = "import socket,sys,time; held=[socket.create_server((str(),int(p))) for p in sys.argv[1:]]; time.sleep(600)"
 
 
 @contextmanager
-def small_disk(cluster: Cluster, folder: Path) -> Iterator[None]:
-    """A file system of 50 MB at `folder`, on the nodes too, which see what was mounted when they boot."""
+def crowded(cluster: Cluster, waiting: Suffering) -> Iterator[list[int]]:
+    """An earlier start's server.json where the job's first start will look, and its first ports taken on node0."""
+    attempt = waiting.run / "slurm" / f"{waiting.job}.0"
+    attempt.mkdir(mode=0o700)
+    stale = {"attempt": f"{int(waiting.job) - 1}.0", "address": cluster.address("node2"), "control_port": 9}
+    (attempt / "server.json").write_text(json.dumps(stale | {"pid": 1, "host": "node2", "engines": []}))
+    taken = [next(ports.band(f"{waiting.job}/{what}")) for what in ("hub", "master")]
+    cluster.enter(
+        "node0", "sh", "-c", f"{sys.executable} -c '{LISTEN}' {taken[0]} {taken[1]} >/dev/null 2>&1 &"
+    )
+    listening = cluster.until(lambda: cluster.processes("create_server", node="node0"), "ports taken")
+    try:
+        yield taken
+    finally:
+        cluster.kill(listening)
+
+
+@contextmanager
+def small_disk(cluster: Cluster, folder: Path) -> Iterator[Path]:
+    """A file system of 100 MB at `folder`, on the nodes too, which see what is mounted when they boot."""
     folder.mkdir(parents=True, mode=0o700)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=50m,mode=700", "tmpfs", folder], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100m,mode=700", "tmpfs", folder], check=True)
     try:
         cluster.reboot()
-        yield
+        yield folder
     finally:
         subprocess.run(["umount", "--lazy", folder], check=True)
         cluster.reboot()  # what runs there would hold the mount
 
 
-def test_a_stale_server_file_and_ports_that_are_taken(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
-    config = write_cluster_config(folder, name="crowded", nodes=2, steps=STEPS)
-    crowded = Suffering(cluster, config, "cluster.slurm_additional_parameters={begin: now+3600}", NODELIST)
-    attempt = crowded.run / "slurm" / f"{crowded.job}.0"
-    attempt.mkdir(mode=0o700)
-    stale = {"attempt": f"{int(crowded.job) - 1}.0", "address": cluster.address("node2"), "control_port": 9}
-    (attempt / "server.json").write_text(json.dumps(stale | {"pid": 1, "host": "node2", "engines": []}))
-    taken = [next(ports.band(f"{crowded.job}/{what}")) for what in ("hub", "master")]
-    cluster.enter(
-        "node0", "sh", "-c", f"{sys.executable} -c '{LISTEN}' {taken[0]} {taken[1]} >/dev/null 2>&1 &"
+def fill(disk: Path) -> Path:
+    """Leave 1 MB of a file system -> the file that takes the rest."""
+    filler = disk / "filler"
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free - 2**20)
+    return filler
+
+
+def test_scancel_then_the_time_limit(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
+    """A cancelled run leaves nothing and goes on once submitted again; one too long for its job goes on by itself."""
+    config = write_cluster_config(
+        folder, name="limited", nodes=2, steps=STEPS, save_steps=100, step_seconds=4
     )
-    cluster.until(lambda: len(cluster.processes("socket", node="node0")) == 1, "ports taken")
-    cluster.login("scontrol", "update", f"jobid={crowded.job}", "starttime=now")
-    crowded.finish()
-    cluster.kill(cluster.processes("socket", node="node0"))
-    server = json.loads((attempt / "server.json").read_text())
-    assert server["attempt"] == f"{crowded.job}.0"
-    assert server["control_port"] not in taken
-    same_as_unbroken(folder, crowded.run, tmp_path)
+    limited = Suffering(cluster, config)
+    limited.reach(1)
+    began = time.monotonic()
+    cluster.cancel(limited.job)
+    cluster.until(lambda: not cluster.processes(), "nothing left running", timeout_seconds=30)
+    REPORT.append(f"scancel: nothing left running after {time.monotonic() - began:.1f} s")
+    cluster.wait_for(limited.job, "CANCELLED")
 
-
-NODELIST = "cluster.slurm_nodelist=node[0-1]"
-LISTEN = (
-    "import socket,sys,time\n"
-    "held=[socket.create_server((str(),int(p))) for p in sys.argv[1:]]\n"
-    "time.sleep(300)"
-)
+    limited.overrides = ("cluster.timeout_min=1",)
+    limited.submit()
+    fields = cluster.wait_for(limited.job, "COMPLETED", timeout_seconds=600)
+    starts = [json.loads(p.read_text()) for p in (limited.run / "slurm").glob(f"{limited.job}.*/ended.json")]
+    assert len(starts) == int(fields["Restarts"]) + 1 >= 2
+    assert {s["reason"] for s in starts} == {"saved: time limit", "finished"}
+    assert max(s["last_step"] for s in starts if s["requeued"]) >= 1, "nothing was saved before the limit"
+    same_as_unbroken(folder, limited.run, tmp_path)

@@ -16,7 +16,9 @@ import pytest
 from cluster import Cluster, write_cluster_config
 
 from hpcgrpo import config
+from hpcgrpo.config import ConfigError
 from hpcgrpo.launch import follow, queue, submit
+from hpcgrpo.launch.job import job_for
 from hpcgrpo.sections import RunConfig
 
 LATER = "cluster.slurm_additional_parameters={begin: now+1hour}"  # a job that stays in the queue
@@ -71,6 +73,7 @@ REFUSED = [
     ("cluster={nodes: 2, slurm_partition: short, timeout_min: 11}", "cluster.timeout_min 11: partition short"),
     ("cluster.slurm_constraint=h100", "cluster.slurm_constraint: Slurm refuses the job (Invalid feature"),
     ("cluster.slurm_nodelist=nodeX", "cluster.slurm_nodelist, slurm_exclude: Slurm refuses the job (Invalid node"),
+    ("cluster.slurm_dependency=afterok:abc", "cluster.slurm_dependency: Slurm refuses the job (Job dependency"),
     ("cluster.mem_gb=5000", "cluster.mem_gb"),
     ("cluster.cpus_per_task=500", "cluster.cpus_per_task: Slurm refuses"),
     ("cluster.slurm_gres='tpu:2'", "slurm_gres: Slurm refuses the job (Invalid generic resource"),
@@ -108,9 +111,13 @@ def test_with_accounting_unknown_accounts_and_qos_are_told(accounting: Cluster, 
 
 @pytest.mark.slow
 def test_refused_by_the_queue_itself_after_all(slurm: Cluster, yaml: Path, tmp_path: Path) -> None:
-    """--test-only lets a dependency on no job pass; the words of the real refusal are shown, and nothing is left."""
-    error = refused(config.load(yaml, ["cluster.slurm_dependency=afterok:9"]))
-    assert error.startswith("cluster.slurm_dependency: Slurm refuses the job (Job dependency problem)")
+    """What passed the checks may have changed since: the words of the refusal are shown, and nothing is left."""
+    run = config.load(yaml, ["cluster.slurm_dependency=afterok:abc"])
+    with pytest.raises(ConfigError) as error:
+        submit._hand_over(run, job_for(run, directory=tmp_path), "slurm")
+    assert str(error.value).startswith(
+        "cluster.slurm_dependency: Slurm refuses the job (Job dependency problem)"
+    )
     assert not list((tmp_path / "logs" / "run" / "slurm" / "submitit").glob("*"))
     assert not (tmp_path / "logs" / "run" / "slurm" / "job.json").exists()
 
@@ -270,7 +277,7 @@ def test_a_dry_run_leaves_a_script_that_can_be_queued_by_hand(slurm: Cluster, tm
     assert steps(run / "metrics.jsonl") == [1]
     log = run / "slurm" / f"job-{job}.log"
     assert "run step 1/1" in log.read_text()
-    assert (elsewhere / f"slurm-{job}.out").read_text() == f"all further output: {log}\n"
+    assert (tmp_path / f"slurm-{job}.out").read_text() == f"all further output: {log}\n"
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and "dry-run" not in p.parts}
     again = slurm.hpcgrpo("submit", str(yaml), "--dry-run", "train.learning_rate=0.5", cwd=tmp_path)
     assert again.returncode == 0 and answer["command"] in again.stdout

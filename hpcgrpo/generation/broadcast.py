@@ -167,7 +167,7 @@ def send(group: Group, tensors: Sequence[tuple[str, Tensor]], watch: Callable[[]
         return
     parts = [lengths, torch.frombuffer(bytearray(header), dtype=torch.uint8).to(group.device)]
     small = [t for _, t in tensors if is_small(t.nbytes)]
-    if small:
+    if any(t.nbytes for t in small):
         parts.append(torch.cat([_bytes(t) for t in small]).to(group.device))
     parts += [_bytes(t).to(group.device) for _, t in tensors if not is_small(t.nbytes)]
     if group.device.type == "cuda":
@@ -200,9 +200,9 @@ def _tensors(group: Group, entries: Sequence[Entry]) -> Iterator[tuple[str, Tens
         group.wait(work, group.aborted)
         return buffer
 
-    small, offset = arrived() if packed else None, 0
+    small, offset = arrived() if packed else torch.empty(0, dtype=torch.uint8, device=group.device), 0
     for (name, dtype, shape), size in zip(entries, sizes, strict=True):
-        if small is not None and is_small(size):
+        if is_small(size):
             flat = small[
                 offset : offset + size
             ].clone()  # a view of another type must start at a multiple of it

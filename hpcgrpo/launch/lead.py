@@ -208,7 +208,7 @@ class Lead:
             self.say(f"{self.verdict.reason}; back into the queue")
             self._write_ended(requeued=True)
             try:
-                slurm.requeue(self.where.job)
+                slurm.requeue(self.where.job, self.where.restart)
                 requeued = True
             except OSError as error:
                 refusal = f"Slurm does not requeue it ({error}); submit again to resume"
@@ -265,5 +265,5 @@ class Lead:
         text = json.dumps(self._entry(requeued=requeued), indent=1)
         with suppress(OSError):
             write_atomically(self.attempt.folder / "ended.json", text)
-            if not requeued:
+            if not requeued and self.attempt.holds_lease():
                 write_atomically(self.attempt.folder.parent / "ended.json", text)

@@ -173,6 +173,8 @@ def test_only(job: Job, script: str) -> str:
 def refusal(said: str, job: Job) -> ConfigError:
     """sbatch's words with the keys to change and their values."""
     quiet = re.compile(r"^(sbatch: )?(error: )?(Batch job submission failed: |allocation failure: )?")
+    if SILENT.search(said):
+        return Unreachable(f"sbatch does not reach Slurm's controller ({said.splitlines()[-1]}); try again")
     words = "; ".join(dict.fromkeys(quiet.sub("", line) for line in said.splitlines() if line.strip()))
     asked = ", ".join(_asked_resources(job))
     for text, keys, way_out in REFUSALS:

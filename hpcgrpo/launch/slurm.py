@@ -63,15 +63,17 @@ def state(job: str) -> str:
     return _field(job, "JobState")
 
 
-def requeue(job: str, patience_seconds: float = 120.0) -> None:
-    """Put the running job back into the queue; Slurm then ends it here.
+def requeue(job: str, restart: int, patience_seconds: float = 120.0) -> None:
+    """Put the job's start number `restart` back into the queue; Slurm then ends it here.
 
-    A controller that does not answer is asked again for `patience_seconds`. Raises OSError with Slurm's words.
+    Nothing is done where Slurm has done so itself: a later start must not be hit. A controller that does not answer
+    is asked again for `patience_seconds`. Raises OSError with Slurm's words.
     """
     deadline = time.monotonic() + patience_seconds
     while True:
         try:
-            _ask("scontrol", "requeue", job)
+            if int(_field(job, "Restarts")) == restart:
+                _ask("scontrol", "requeue", job)
             return
         except OSError as error:
             refused = re.search(

@@ -41,11 +41,11 @@ def submit(run: RunConfig, *, executor: str, wait: bool, fresh: bool, as_json: b
         return _here(run, fresh)
     if executor == "slurm":
         queue.require()
+    checks.inputs(run)
     live = find_live(run.folder)
     if live is not None:
         return _join(run, live, wait=wait, fresh=fresh)
     if executor == "slurm":
-        checks.inputs(run)
         queue.check(job)
         queue.test_only(job, sbatch.render(job))
     if not local.preflight(run, fresh=fresh):

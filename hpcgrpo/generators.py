@@ -84,8 +84,9 @@ def engines_client(
         folder=attempt.folder / "weights",
         dtype=learner.dtype,
     )
+    first = trainer.ranks.rank % len(urls)  # ranks with few requests do not all ask the same server
     return VllmGenerator(
-        urls=urls,
+        urls=[*urls[first:], *urls[:first]],
         secret=secret,
         sync=sync,
         decode=decode,
@@ -123,9 +124,11 @@ def parity_check(
     if not generation.parity_check:
         return None
     served = generation.backend == "vllm"
+    default = "bfloat16" if learner.device.type == "cuda" else "float32"  # as launch.serve has it
+    theirs = default if generation.vllm_dtype == "auto" else generation.vllm_dtype
     generated = parity.Generated(
         temperature=generation.temperature,
-        dtype=generation.vllm_dtype if served and generation.vllm_dtype != "auto" else None,
+        dtype=theirs if served else None,
         fingerprints_agree=True if served else None,  # each push compares them
     )
 

@@ -194,6 +194,16 @@ def test_what_it_is_not_sure_of_is_left_to_transformers(
     assert tokenizer.read(relabelled(tmp_path / "model", tiny, model, **settings), name="x") is None
 
 
+def test_a_tokenizer_that_only_transformers_reads_is_checked_too(tiny: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny, model)
+    settings = json.loads((model / "tokenizer_config.json").read_text()) | {"image_token": "<spare99>"}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert tokenizer.read(model, name="x") is None
+    one, other = (checks.check(load(m, tmp_path)) for m in (tiny, model))
+    assert one["prompts"] == other["prompts"] and one["questions"] == other["questions"]
+
+
 def test_transformers_still_chooses_the_classes_that_the_quick_way_assumes() -> None:
     from transformers.models.auto import tokenization_auto as auto
 

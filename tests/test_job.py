@@ -250,6 +250,24 @@ def test_a_job_imports_the_snapshot_and_not_the_folder_it_runs_in(tmp_path: Path
     assert done.stdout.splitlines() == [str(code), str(before), str(before)], done.stderr
 
 
+def test_a_reward_named_by_its_file_runs_from_the_snapshot(user_code: Path, tmp_path: Path) -> None:
+    file = user_code / "file.py"
+    file.write_text("def f(completions, **columns):\n    return [0.25 for _ in completions]\n")
+    code = snapshot.take({f"{file}:f": 1.0}, tmp_path)
+    file.write_text("raise SystemExit('edited')\n")
+    call = (
+        "import sys; from hpcgrpo import rewards\n"
+        "built = rewards.build({sys.argv[1]: 1.0}, max_completion_length=1, num_processes=1)\n"
+        "print(built.parts[0].function(completions=['a']))"
+    )
+    command = [sys.executable, "-c", call, f"{file}:f"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "HPCGRPO_CODE": str(code)}
+    )
+    assert done.stdout == "[0.25]\n", done.stderr
+    assert "edited" in subprocess.run(command, capture_output=True, text=True).stderr
+
+
 # ---- the cluster's words
 
 PARTITIONS = """\

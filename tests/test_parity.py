@@ -144,6 +144,7 @@ def told(
 
 
 FAR = {0.5: 0.3, 0.7: 0.2, 1.0: 0.25}
+NEAR = {0.5: 0.2, 0.7: 0.03, 1.0: 0.25}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ FAR = {0.5: 0.3, 0.7: 0.2, 1.0: 0.25}
         ({0.5: 0.4, 0.7: 0.3, 1.0: 0.02}, {"dtype": "bfloat16"}, "temperature: .* at temperature 1"),
         (FAR, {"prompts_agree": False}, "template"),
         (FAR, {"fingerprints_agree": False}, "weights: the generator's are not those that were pushed"),
-        (FAR, {"dtype": "torch.bfloat16"}, "dtype: .*bfloat16, the learner in float32.*vllm_dtype: float32"),
+        (NEAR, {"dtype": "torch.bfloat16"}, "dtype: .*bfloat16, the learner in float32.*vllm_dtype: float32"),
         (FAR, {"dtype": "float32"}, "weights: the generator's are not the learner's"),
         (FAR, {}, "weights: the generator's are not the learner's"),
         (FAR, {"fingerprints_agree": True}, "weights that were not sampled, or the model around them"),

@@ -33,7 +33,7 @@ class StandIn:
     def start(self) -> None:
         """On the port that it had before, if it had one."""
         command = [sys.executable, str(PROGRAM), SECRET, str(self.port)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
         self.url = f"http://127.0.0.1:{self.port}"

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from vllm_server import Server, engine, serving
 
 from hpcgrpo import tiny
 from hpcgrpo.generation import broadcast, transports
-from hpcgrpo.generation.weights import WeightSyncError, difference
+from hpcgrpo.generation.weights import WeightSync, WeightSyncError, difference
 
 __all__ = ["engine"]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -192,6 +192,75 @@ def test_a_difference_names_the_tensor() -> None:
     assert "b: other bytes" in difference(sent, [{"received": {"a": "1"}, "loaded": {}}])
     assert "c: other bytes" in difference(sent, [{"received": {**sent, "c": "3"}, "loaded": {}}])
     assert "b: the model does not hold" in difference(sent, [{"received": sent, "loaded": {"b": "3"}}])
+
+
+@pytest.fixture
+def receiving(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Starts engines without a model -> their URLs."""
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret")
+    processes = []
+
+    def start(*fault: str) -> str:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        program = [sys.executable, str(PROGRAMS / "receiving_engine.py"), str(port), str(secret), *fault]
+        processes.append(subprocess.Popen(program))
+        return f"http://127.0.0.1:{port}"
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def up(*urls: str) -> None:
+    end = time.monotonic() + 120
+    for url in urls:
+        while True:
+            try:
+                httpx.get(url, timeout=5)
+                break
+            except httpx.TransportError:
+                assert time.monotonic() < end
+                time.sleep(0.1)
+
+
+def version_of(url: str) -> int | None:
+    version: int | None = httpx.get(url, headers={"Authorization": "Bearer s3cret"}, timeout=5).json()[
+        "version"
+    ]
+    return version
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["die", "stop"])
+def test_an_engine_lost_on_the_way_is_left_out_and_the_others_get_the_whole_push_again(
+    receiving: Callable[..., str], tmp_path: Path, fault: str
+) -> None:
+    urls = [receiving(), receiving(fault, "3"), receiving()]
+    up(*urls)
+    rounds: list[list[str]] = []
+
+    def pushed() -> Iterator[tuple[str, Tensor]]:
+        rounds.append([])
+        for i in range(8):
+            rounds[-1].append(f"w{i}")
+            yield f"w{i}", torch.full((1000,), float(i))
+
+    sync = WeightSync(
+        urls, secret="s3cret", rank=0, gather=lambda value: [value], transport="process_group",
+        address="127.0.0.1", device=torch.device("cpu"), bucket_bytes=1, timeout_seconds=18.0, folder=tmp_path,
+        dtype=torch.float32,
+    )  # fmt: skip
+    began = time.monotonic()
+    assert sync.push(pushed, 3) == [urls[0], urls[2]]
+    assert time.monotonic() - began < (10 if fault == "die" else 18)
+    assert [version_of(url) for url in (urls[0], urls[2])] == [3, 3]
+    assert rounds == [[f"w{i}" for i in range(8)]] * 2  # the broken round too: other ranks gather to its end
+    assert sync.push(pushed, 4) == [urls[0], urls[2]]
+    assert len(rounds) == 3
+    sync.close()
 
 
 def changed(folder: Path, seed: int) -> nn.Module:

@@ -53,6 +53,7 @@ def await_server(folder: Path, attempt: str, deadline: float) -> dict[str, Any]:
 
 
 def load_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object from a file; None where there is none, or not all of it yet."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):

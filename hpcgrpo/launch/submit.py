@@ -48,11 +48,17 @@ def submit(run: RunConfig, *, executor: str, wait: bool, fresh: bool, as_json: b
     if executor == "slurm":
         queue.check(job)
         queue.test_only(job, sbatch.render(job))
-    if not local.preflight(run, fresh=fresh):
+    if not local.prepare(run, fresh=fresh):
         if as_json:
             print(json.dumps({"job_id": None, "folder": job.folder, "log": None}))  # finished already
         return 0
-    submitted = _hand_over(run, job, executor)
+    try:
+        submitted = _hand_over(run, job, executor)
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir {run.output_dir}: {job.folder} cannot be written ({error}); set output_dir to a folder of"
+            " yours, on a disk with space"
+        ) from None
     _tell(run, submitted, as_json)
     return follow(submitted, out=sys.stderr if as_json else sys.stdout) if wait else 0
 
@@ -217,7 +223,12 @@ def find_live(folder: Path) -> Submitted | None:
             f"{path}: damaged; see with `squeue --me` that no job of this run is live, then delete it"
         ) from None
     submitted = _submitted(folder.absolute(), record)
-    return submitted if submitted.state() is not None else None
+    try:
+        return submitted if submitted.state() is not None else None
+    except queue.Unreachable as error:
+        raise queue.Unreachable(
+            f"{folder}: whether its job {submitted.job_id} is still live cannot be told: {error}"
+        ) from None
 
 
 def _submitted(folder: Path, record: Mapping[str, Any]) -> Submitted:

@@ -1,6 +1,6 @@
 """An HTTP server with the paths of one vLLM engine, for faults that a real one does not produce on demand.
 
-`python stand_in_engine.py SECRET` prints its port and serves until it is killed. Completions count up from the sum
+`python stand_in_engine.py SECRET` prints its port and serves until its input ends. Completions count up from the sum
 of prompt and seed. `POST /script` sets what it holds and how the next completions go wrong; `GET /log` tells what
 was asked of it.
 """
@@ -120,7 +120,7 @@ async def main(secret: str, port: int) -> None:
     """Serve on the loopback interface."""
     server = await asyncio.start_server(StandIn(secret).serve, "127.0.0.1", port, backlog=512, limit=2**20)
     print(server.sockets[0].getsockname()[1], flush=True)
-    await server.serve_forever()
+    await asyncio.to_thread(sys.stdin.read)  # until the test's process closes it or ends
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ install = PYTHONWARNINGS=ignore $(1)/bin/python -m pip install --quiet
 venv_needs = Debian and Ubuntu keep that in a package of its own (apt install python3-venv)
 endif
 
-.PHONY: help quickstart test check lint fast bench devcluster devcluster-stop clean
+.PHONY: help quickstart test check lint fast bench cluster devcluster devcluster-stop clean
 
 help:  ## this list
 	@echo "make TARGET [SETTING=value ...]"
@@ -71,6 +71,12 @@ fast: $(VENV)/.installed-dev .cache/fonts.conf  ## the tests that are not marked
 
 bench: $(VENV)/.installed  ## one training step beside TRL's GRPOTrainer (its own environment: .venv-trl)
 	$(VENV)/bin/python benchmarks/vs_trl.py $(ARGS)
+
+cluster: $(VENV)/.installed-test  ## all of it in small: a real Slurm (needs root), a run on three of its nodes with vLLM
+	@slurm/devcluster.sh install
+	@slurm/devcluster.sh start $(NODES)
+	$(VENV)/bin/hpcgrpo tiny-model models/tiny
+	slurm/devcluster.sh login $(VENV)/bin/hpcgrpo submit configs/cluster_cpu.yaml --wait $(ARGS)
 
 devcluster:  ## start a real Slurm cluster on this machine (needs root), to try hpcgrpo submit on
 	@slurm/devcluster.sh install

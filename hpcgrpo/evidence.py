@@ -15,6 +15,7 @@ from hpcgrpo.causes import Cause, cause_of
 TAIL_BYTES = 2**20  # of a log that are read
 LINE_CHARACTERS = 500
 MAX_FINDINGS = 200  # of one log
+TIME_LINES = 2000  # after an error, of which one may say when it was
 
 _NOISE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 _PREFIX = re.compile(
@@ -116,15 +117,16 @@ def _cause_in(trace: str) -> Cause | None:
 def of_log(path: Path, process: str) -> list[Finding]:
     """The lines of a log's last megabyte that say that something failed."""
     lines, whole = tail(path)
-    times = _times(lines, written(path))
+    end = written(path)
     found: list[Finding] = []
-    for number, (raw, when) in enumerate(zip(lines, times, strict=True), 1):
-        read = _read_line(raw)
+    for number, raw in enumerate(lines, 1):
+        read = _read_line(raw) if len(raw) > 5 else None
         if read is None:
             continue
         text, cause = read
         about = re.search(r"\brank (\d+) ended (?:with|by)", text)
         whose = f"rank {about[1]}" if about else process
+        when = _time_at(lines, number - 1, end)
         found.append(Finding(whose, path, number if whole else None, when, clean(text), cause))
         if len(found) >= MAX_FINDINGS:
             break
@@ -144,15 +146,10 @@ def _read_line(raw: str) -> tuple[str, Cause | None] | None:
     return text, cause
 
 
-def _times(lines: list[str], end: float) -> list[float]:
-    """When each line was written: what it says, else what the next one says, since errors stand before verdicts."""
-    times: list[float] = []
-    after = end
-    for line in reversed(lines):
-        own = time_in(line, end)
-        after = after if own is None else own
-        times.append(after)
-    return times[::-1]
+def _time_at(lines: list[str], index: int, end: float) -> float:
+    """When a line was written: what it says, else what the next one says, since errors stand before verdicts."""
+    told = (time_in(line, end) for line in lines[index : index + TIME_LINES])
+    return next((when for when in told if when is not None), end)
 
 
 def tail(path: Path) -> tuple[list[str], bool]:

@@ -66,6 +66,7 @@ def test_three_steps_equal_those_of_fsdp(measured: dict[str, Any], case: str) ->
     assert max(differences[name] for name in ("loss", "grad_norm", "skipped_updates")) <= 1e-5
     assert max(differences.values()) <= 1e-3, differences  # sums over some hundred tokens
     assert found["first moments"] <= 1e-8 and found["second moments"] <= 1e-8
+    assert found["warmer"] <= 1e-5  # log-probs at another temperature
     assert found["weights"] <= 1e-5
 
 

@@ -484,7 +484,7 @@ def test_odd_files_are_survived(run: Run) -> None:
 
 def test_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
-    path.write_text("step\n" * 1_000_000 + "RuntimeError: CUDA out of memory\n")
+    path.write_text("step 5/12 reward 0.930 length 8\n" * 100_000 + "RuntimeError: CUDA out of memory\n")
     (found,) = of_log(path, "rank 0")
     assert found.line is None and found.cause is not None
 

@@ -221,7 +221,7 @@ def test_a_run_is_followed_through_a_requeue_with_the_code_it_was_submitted_with
     slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a folder whose name the shell and Slurm would both read as something else."""
-    folder = tmp_path / "it's 100%x $HOME"
+    folder = tmp_path / "it's 100%x `y`"
     folder.mkdir()
     record = tmp_path / "record"
     (folder / "mine.py").write_text(REWARD.format(record=str(record)))
@@ -231,7 +231,9 @@ def test_a_run_is_followed_through_a_requeue_with_the_code_it_was_submitted_with
     monkeypatch.setenv("PYTHONPATH", str(folder))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(slurm.hpcgrpo, *command, timeout_seconds=600, cwd=folder)
-        job = slurm.until(lambda: job_of(folder), "the job is submitted")
+        slurm.until(lambda: job_of(folder) or waiting.done(), "the job is submitted")
+        job = job_of(folder)
+        assert job is not None, waiting.result().stderr
         slurm.track(job, folder / "logs" / "run")
         (folder / "mine.py").write_text("raise SystemExit('edited')\n")
         slurm.until(lambda: steps(metrics)[1:], "two steps", timeout_seconds=200)

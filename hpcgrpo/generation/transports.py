@@ -6,7 +6,7 @@ import json
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -142,7 +142,8 @@ class ProcessGroupTransport:
             self._group = broadcast.Group(
                 rank=0, world_size=world, backend=self.backend, own_address=self.address,
                 master=(self.address, at["master_port"]), device=self.device,
-                timeout_seconds=self.timeout_seconds, listener=listener,
+                timeout_seconds=self.timeout_seconds / 3,  # time is left for a push without one that hangs
+                listener=listener,
             )  # fmt: skip
             self._members = tuple(peers)
         except broadcast.StreamError as error:
@@ -194,13 +195,17 @@ class ProcessGroupTransport:
         return {url: failed.get(url) or future.result() for url, future in self._loading.items()}
 
     def fail(self) -> dict[str, str]:
-        """Break the stream off; every engine hears of it within a second or so."""
+        """Break the stream off; every engine hears of it within a second or so, unless it hangs."""
         self._bucket.clear()
         if self._group is not None:
             self._group.abort()
-        failed = errors(self._loading)
+        wait(self._loading.values(), timeout=STATE_SECONDS)
         self.close()
-        return {url: why for url, why in failed.items() if not why.startswith("StreamError")}
+        failed = errors({url: future for url, future in self._loading.items() if future.done()})
+        hang = {
+            url: "did not answer after the push was broken off" for url in self._loading if url not in failed
+        }
+        return hang | {url: why for url, why in failed.items() if not why.startswith("StreamError")}
 
     def close(self) -> None:
         """Leave the group; the engines leave it when they join another."""

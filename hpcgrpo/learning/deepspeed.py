@@ -119,6 +119,15 @@ class DeepSpeedLearner:
     def _logprobs(self, model: Any, rows: Sequence[Packed]) -> list[Tensor]:
         return [model(row)[0] for row in rows]
 
+    def logprobs_at(self, rows: Sequence[Packed], temperature: float) -> list[Tensor]:
+        """Log-probs [N] of each row's completion tokens at a temperature other than that of training."""
+        policy = self.model.module
+        trained_at, policy.temperature = policy.temperature, temperature
+        try:
+            return self._logprobs(self.model, rows)
+        finally:
+            policy.temperature = trained_at
+
     def update(self, rows: Sequence[Packed], loss: Loss, *, learning_rate: float) -> dict[str, float]:
         """One optimizer step over packed rows -> this rank's sums of the metrics, and `grad_norm`.
 

@@ -49,13 +49,18 @@ def learner(kind: Any, model: Path, **changes: Any) -> Any:
     return kind(str(model), **{**settings, **changes})
 
 
-def step(one: Any, *, broken: bool = False) -> dict[str, float]:
-    """One optimizer step on this rank's share; `broken` makes rank 1's weights of it NaN."""
+def share() -> tuple[batching.MicroBatch, ...]:
+    """This rank's part of a step."""
     plan = batching.plan(
         batching.credit(made_groups(3, 4), ALGORITHM), ALGORITHM, ranks=dist.get_world_size(), token_budget=60,
         max_completion_length=40, rows_per_device=4,
     )  # fmt: skip
-    rows = one.prepare(plan.micro_batches[dist.get_rank()], old=True, reference=True)
+    return plan.micro_batches[dist.get_rank()]
+
+
+def step(one: Any, *, broken: bool = False) -> dict[str, float]:
+    """One optimizer step; `broken` makes rank 1's weights of it NaN."""
+    rows = one.prepare(share(), old=True, reference=True)
     if broken and dist.get_rank() == 1:
         rows[0] = replace(rows[0], batch=replace(rows[0].batch, weights=rows[0].batch.weights * float("nan")))
     return one.update(rows, ALGORITHM.loss, learning_rate=1e-3)
@@ -97,6 +102,8 @@ def compared(model: Path, **changes: Any) -> tuple[dict[str, Any], Any]:
         if n == 0:
             found["first moments"] = apart(moments(theirs, "exp_avg"), moments(ours, "exp_avg"))
             found["grad_norm"] = b["grad_norm"]
+    warm = [one.logprobs_at(one.prepare(share(), old=False, reference=False), 1.3) for one in (theirs, ours)]
+    found["warmer"] = max((a - b).abs().max().item() for a, b in zip(*warm, strict=True))
     found["second moments"] = apart(moments(theirs, "exp_avg_sq"), moments(ours, "exp_avg_sq"))
     found["weights"] = apart(weights(theirs), weights(ours))
     found["moved"] = apart(begun, weights(ours))

@@ -102,11 +102,11 @@ def compared(model: Path, **changes: Any) -> tuple[dict[str, Any], Any]:
         if n == 0:
             found["first moments"] = apart(moments(theirs, "exp_avg"), moments(ours, "exp_avg"))
             found["grad_norm"] = b["grad_norm"]
-    warm = [one.logprobs_at(one.prepare(share(), old=False, reference=False), 1.3) for one in (theirs, ours)]
-    found["warmer"] = max((a - b).abs().max().item() for a, b in zip(*warm, strict=True))
     found["second moments"] = apart(moments(theirs, "exp_avg_sq"), moments(ours, "exp_avg_sq"))
     found["weights"] = apart(weights(theirs), weights(ours))
     found["moved"] = apart(begun, weights(ours))
+    warm = [one.logprobs_at(one.prepare(share(), old=False, reference=False), 1.3) for one in (theirs, ours)]
+    found["warmer"] = max((a - b).abs().max().item() for a, b in zip(*warm, strict=True))
     return found, ours
 
 

@@ -56,7 +56,7 @@ quickstart: $(VENV)/.installed .cache/fonts.conf  ## install, then train a small
 
 test: $(VENV)/.installed-test .cache/fonts.conf  ## every test, those on a real Slurm cluster too (needs root)
 	@slurm/devcluster.sh install || true
-	$(VENV)/bin/python -m pytest --basetemp="$(CACHE)/pytest" $(ARGS)
+	$(VENV)/bin/python -m pytest --basetemp="$(CACHE)/pytest" -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 check: lint fast  ## what a commit must pass: lint, format, types, layers, the fast tests
 

@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,10 @@ def join(rank: int, port: int, listener: socket.socket | None = None) -> broadca
     )
 
 
-def take(port: int, size_bytes: int, repeats: int) -> None:
+def take(line: Connection, port: int, size_bytes: int, repeats: int) -> None:
     """The other process of the yardstick."""
     torch.set_num_threads(1)
+    line.send("ready")
     group, buffer = join(1, port), torch.empty(size_bytes, dtype=torch.uint8)
     for _ in range(repeats):
         group.group.broadcast([buffer], torch.distributed.BroadcastOptions()).wait()
@@ -82,8 +84,12 @@ def bandwidth(size_bytes: int, repeats: int) -> list[float]:
     """Seconds of each plain gloo broadcast of so many bytes; the first, which touches the memory, is left out."""
     listener = socket.create_server((ADDRESS, 0))
     port = listener.getsockname()[1]
-    process = multiprocessing.get_context("spawn").Process(target=take, args=(port, size_bytes, repeats + 1))
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=take, args=(there, port, size_bytes, repeats + 1)
+    )
     process.start()
+    here.recv()
     group, buffer = join(0, port, listener), torch.ones(size_bytes, dtype=torch.uint8)
     seconds = []
     for _ in range(repeats + 1):

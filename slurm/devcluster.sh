@@ -397,11 +397,24 @@ cmd_login() { # CMD ...
   exec unshare --mount sh -c 'mount --bind "$0" /etc/hosts; exec "$@"' "$DIR/hosts" "$@"
 }
 
+first_process() { # NODE PID; the node's PID 1, unshare's child, once it has taken the node's name
+  local child i
+  for ((i = 0; i < 200; i++)); do
+    read -r child _ <"/proc/$2/task/$2/children" || true
+    if [[ -n ${child:-} && $(nsenter --target "$child" --uts hostname 2>/dev/null) == "$1" ]]; then
+      echo "$child"
+      return
+    fi
+    sleep 0.05
+  done
+  return 1
+}
+
 cmd_enter() { # NODE CMD ...
   local pid
   known "$1"
   pid=$(alive "$1") || die "$1 is off"
-  read -r pid _ <"/proc/$pid/task/$pid/children" || true   # unshare's child, the node's PID 1
+  pid=$(first_process "$1" "$pid") || die "$1 is not up yet"
   shift
   exec nsenter --target "$pid" --mount --uts --pid --net -- "$@"
 }

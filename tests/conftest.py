@@ -27,17 +27,30 @@ os.environ.setdefault("HF_HOME", str(CACHE / "huggingface"))
 os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 
-# With HPCGRPO_REQUIRE_CLUSTER=1 (.ci/run) a test that is skipped for any other reason fails the session.
+# With HPCGRPO_REQUIRE_CLUSTER=1 (.ci/run) a test that needs Slurm, vLLM or DeepSpeed and is skipped fails the session.
 REQUIRED = os.environ.get("HPCGRPO_REQUIRE_CLUSTER", "0") not in ("", "0")
-MAY_SKIP = ("does not come with the project", "needs a GPU")
+WAITING = ("cluster", "cluster_faults", "devcluster", "submit", "serve", "vllm_generator", "weight_sync")
+NEEDY = tuple(f"test_{name}.py" for name in (*WAITING, "deepspeed", "parity", "job"))
+SAID = "measured"  # the key of a test report's lines for the end of the session
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast tests first, so that a plain mistake shows within seconds; slow ones get time on a busy machine."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Fast tests first, so that a plain mistake shows within seconds; slow ones get time on a busy machine.
+
+    Of two processes (`make test`) one takes all that waits for Slurm and vLLM, from the start, the other the rest.
+    """
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+        waits = item.path.stem.removeprefix("test_") in WAITING
+        item.add_marker(pytest.mark.xdist_group("waiting" if waits else item.path.stem))
+    several = hasattr(config, "workerinput")
+    items.sort(
+        key=lambda item: (
+            several and item.path.stem.removeprefix("test_") not in WAITING,
+            item.get_closest_marker("slow") is not None,
+        )
+    )
 
 
 @pytest.fixture(scope="session")
@@ -89,18 +102,24 @@ def accounting_cluster(session_accounting_cluster: Cluster) -> Iterator[Cluster]
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """A failed test shows the ends of its runs' logs."""
+    """A failed test shows the ends of its runs' logs; what a test measured goes to the end of the session."""
     report: Any = yield
     if report.when == "call" and report.failed:
         for name, value in getattr(item, "funcargs", {}).items():
             if name in ("cluster", "accounting_cluster"):
                 report.sections.append(("logs of the runs", value.tails()))
+    said = getattr(sys.modules.get("cluster"), "REPORT", [])
+    report.user_properties.extend((SAID, line) for line in said)
+    said.clear()
     return report
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    for line in getattr(sys.modules.get("cluster"), "REPORT", ()):
-        terminalreporter.write_line(line)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for key, line in dict.fromkeys(getattr(report, "user_properties", ())):
+                if key == SAID:
+                    terminalreporter.write_line(line)
     for reason in _forbidden_skips(terminalreporter):
         terminalreporter.write_line(
             f"HPCGRPO_REQUIRE_CLUSTER is set, but a test was skipped: {reason}", red=True
@@ -116,5 +135,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def _forbidden_skips(reporter: Any) -> list[str]:
     reports = reporter.stats.get("skipped", []) if REQUIRED and reporter else []
-    reasons = [f"{r.nodeid}: {r.longrepr[2]}" for r in reports if isinstance(r.longrepr, tuple)]
-    return [reason for reason in reasons if not any(known in reason for known in MAY_SKIP)]
+    needy = [r for r in reports if any(name in r.nodeid for name in NEEDY)]
+    return [f"{r.nodeid}: {r.longrepr[2]}" for r in needy if isinstance(r.longrepr, tuple)]

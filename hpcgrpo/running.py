@@ -131,6 +131,7 @@ def save(run: Run, *, wait: bool) -> None:
         "progress": asdict(progress),
         "phase_seconds": run.trainer.profile.total_seconds,
         "finished": progress.step == run.counts.max_steps,
+        "length": [train.max_steps, train.num_train_epochs],  # of the run that it ends
     }
     began = time.perf_counter()
     try:

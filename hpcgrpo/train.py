@@ -107,6 +107,9 @@ def join(config: RunConfig) -> tuple[GlooRanks, torch.device]:
     if cuda:
         torch.cuda.set_device(device)
     torch.set_num_threads(threads_per_rank(config))
+    os.environ.setdefault(
+        "DS_ACCELERATOR", device.type
+    )  # transformers imports DeepSpeed where it is installed
     for name, value in (
         ("MASTER_ADDR", "127.0.0.1"),
         ("MASTER_PORT", "0"),

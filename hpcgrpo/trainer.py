@@ -122,7 +122,9 @@ class Trainer:
     progress: Progress
     profile: Profile
     urgent: Callable[[], bool] = lambda: False  # whether to stop without finishing the step
-    check_parity: Callable[[Sequence[Any]], None] | None = None  # of the first rows trained on after any start
+    check_parity: Callable[[Sequence[Any]], None] | None = (
+        None  # of the first rows trained on after any start
+    )
     discarded: int = 0  # completions of the last step whose groups were not taken (refill)
     dropped: int = 0  # prompts of the last step that the generator could not answer
 

@@ -20,8 +20,9 @@ from hpcgrpo.attempt import Attempt
 from hpcgrpo.config import ConfigError
 from hpcgrpo.launch import channel, children, network, slurm
 from hpcgrpo.launch.lead import HOPELESS, Lead
+from hpcgrpo.launch.local import newest_checkpoint
 from hpcgrpo.launch.rendezvous import await_server, run_secret
-from hpcgrpo.sections import ClusterConfig
+from hpcgrpo.sections import ClusterConfig, TrainConfig
 
 LOCAL = "127.0.0.1"
 
@@ -382,3 +383,19 @@ def test_engines_are_announced_once_all_serving_nodes_have_theirs(tmp_path: Path
     one.hear(0, {"engines": [first], "moved": 0})
     assert list(one.poll()) == [{"server": {"engines": [first, second]}}]
     assert json.loads((one.attempt.folder / "server.json").read_text())["engines"] == [first, second]
+
+
+# ---- what is finished
+
+
+def test_a_run_that_was_made_longer_is_not_finished_by_its_old_end(tmp_path: Path) -> None:
+    """Killed before the first save of its new length, its newest checkpoint is still the old run's last one."""
+    folder = tmp_path / "checkpoints" / "checkpoint-2"
+    folder.mkdir(parents=True)
+    state = {"progress": {"step": 2}, "finished": True, "length": [2, 1.0]}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    assert newest_checkpoint(tmp_path, TrainConfig(max_steps=2)) == (0, False)  # not marked as complete
+    (folder / "COMPLETE").touch()
+    assert newest_checkpoint(tmp_path, TrainConfig(max_steps=2)) == (2, True)
+    assert newest_checkpoint(tmp_path, TrainConfig(max_steps=3)) == (2, False)
+    assert newest_checkpoint(tmp_path, TrainConfig(num_train_epochs=2)) == (2, False)

@@ -14,6 +14,7 @@ from runs import hpcgrpo, metrics, rollouts, tensors, write_config
 
 from hpcgrpo.journal import read_metrics
 from hpcgrpo.launch.local import newest_checkpoint
+from hpcgrpo.sections import TrainConfig
 
 pytestmark = pytest.mark.slow
 SLOW = Path(__file__).parent / "programs" / "slow_reward.py"
@@ -36,7 +37,7 @@ def test_sigterm_saves_and_ends(tmp_path: Path) -> None:
         _, said = run.communicate(timeout=60)
     assert run.returncode == 143, said
     assert "ended by SIGTERM; the same command goes on from here" in said
-    step, finished = newest_checkpoint(ended)
+    step, finished = newest_checkpoint(ended, TrainConfig(max_steps=6))
     assert step == len(read_metrics(ended)) and 2 <= step < 6 and not finished
 
     assert hpcgrpo("train", *common, "name=ended").returncode == 0

@@ -473,6 +473,9 @@ def test_an_engine_killed_in_a_broadcast_comes_back_stale_and_takes_the_weights_
         assert before == expected(model)
         one = server.engines.engines[0]
         assert one.process is not None
+        listed = Path(f"/proc/{one.process.pid}/task/{one.process.pid}/children").read_text().split()
+        children = [Path(f"/proc/{pid}/cmdline") for pid in listed]
+        assert any("EngineCore" in child.read_text() for child in children)
 
         def killing() -> Iterator[tuple[str, Tensor]]:
             for count, item in enumerate(named(model)):
@@ -486,6 +489,7 @@ def test_an_engine_killed_in_a_broadcast_comes_back_stale_and_takes_the_weights_
         ):
             sync.push(killing, 61)
         assert time.monotonic() - began < 25
+        assert not any(child.exists() and "EngineCore" in child.read_text() for child in children)
         server.poll_until(lambda: one.state == "DEAD")
         server.poll_until(lambda: one.state == "READY")
         assert server.state()["version"] is None

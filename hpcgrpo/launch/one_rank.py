@@ -28,7 +28,9 @@ def main(run: RunConfig, body: Callable[[RunConfig, IO[str]], None]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     attempt = Attempt.of_environment()
     rank = int(os.environ.get("RANK", "0"))
-    summary = own_log(attempt, rank) if attempt is not None and "HPCGRPO_ADDRESS" in os.environ else sys.stderr
+    summary = (
+        own_log(attempt, rank) if attempt is not None and "HPCGRPO_ADDRESS" in os.environ else sys.stderr
+    )
     try:
         with errors_noted(attempt, rank):
             body(run, summary)

@@ -173,7 +173,7 @@ class Learn:
         status = self.attempt.read("status")
         if status:  # rank 0 is on this node
             folder = self.attempt.folder.parent.parent
-            said |= {"status": status, "checkpoint": list(newest_checkpoint(folder))}
+            said |= {"status": status, "checkpoint": list(newest_checkpoint(folder, self.config.train))}
         return said
 
     def hear(self, message: dict[str, Any]) -> None:

@@ -7,8 +7,8 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import os
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -61,11 +61,15 @@ def run(folder: Path, *, as_json: bool) -> int:
 def diagnose(folder: Path) -> dict[str, Any]:
     """The state of a run and of its starts, as plain values. Raises ConfigError for a folder that holds no run."""
     _check(folder)
-    starts = _starts(folder)
+    job = _job(folder)
+    starts = _starts(folder, over=job is not None and job.state is None)
     step, saved, finished = _progress(folder)
-    state = "finished" if finished else _state(folder, starts, step)
+    state = "finished" if finished else _state(folder, starts, step, job)
     waited = sum(max(0.0, later.began - one.end) for one, later in pairwise(starts))
     last = next((s for s in reversed(starts) if s.state in UNHEALTHY), None) if state in UNHEALTHY else None
+    failure = _failure(last) if last else None
+    if state == "failed" and not starts and job is not None:
+        failure = _never_started(job)
     return {
         "run": str(folder),
         "state": state,
@@ -73,7 +77,40 @@ def diagnose(folder: Path) -> dict[str, Any]:
         "checkpoint_step": saved,
         "starts": [_described(start) for start in starts],
         "seconds_between_starts": round(waited, 1),
-        "failure": _failure(last) if last else None,
+        "failure": failure,
+    }
+
+
+@dataclass(frozen=True)
+class Job:
+    """The run's last job, as the queue knows it."""
+
+    id: str
+    state: str | None  # None: it has left the queue
+    ended: str  # how
+
+
+def _job(folder: Path) -> Job | None:
+    """The last job that was submitted for a run; None where there is none, or nobody can tell how it is."""
+    from hpcgrpo.launch import submit
+
+    try:
+        submitted = submit.last(folder)
+        state = submitted.state() if submitted else None
+        if submitted is None:
+            return None
+        return Job(submitted.job_id, state, "" if state else submitted.final_state())
+    except ValueError:  # no Slurm here, or it is silent
+        return None
+
+
+def _never_started(job: Job) -> dict[str, Any]:
+    return {
+        "start": f"job {job.id}",
+        "process": None,
+        "error": f"job {job.id} ended ({job.ended}) before any of its nodes wrote a word",
+        "cause": "it was cancelled before it began, or its nodes do not see the run's folder or may not write there",
+        "way_out": "set output_dir to a file system that all nodes share; `scontrol show job` names Slurm's reason",
     }
 
 
@@ -111,9 +148,14 @@ def _progress(folder: Path) -> tuple[int, int, bool]:
     return step, saved, finished
 
 
-def _state(folder: Path, starts: list[Start], step: int) -> str:
+def _state(folder: Path, starts: list[Start], step: int, job: Job | None) -> str:
+    if job is not None and job.state is not None:
+        asked = starts and starts[-1].name.rpartition(".")[0] == job.id and starts[-1].state != "running"
+        return "queued again" if asked else "queued" if job.state == "PENDING" else "running"
     if starts:
         return starts[-1].state
+    if job is not None:
+        return "failed"
     moved = max((written(folder / name) for name in ("metrics.jsonl", ".lock", "config.yaml")), default=0.0)
     if time.time() - moved < RECENT_SECONDS:
         return "running"
@@ -123,8 +165,8 @@ def _state(folder: Path, starts: list[Start], step: int) -> str:
 # ---- starts
 
 
-def _starts(folder: Path) -> list[Start]:
-    """Every start, in the order of their ends."""
+def _starts(folder: Path, *, over: bool) -> list[Start]:
+    """Every start, in the order of their ends; `over`: none is running, says the queue."""
     slurm = folder / "slurm"
     found = [p for p in slurm.glob("*.*") if p.is_dir() and re.fullmatch(r"\w+\.\d+", p.name)]
     found = sorted(found, key=lambda p: written(p))[-MAX_STARTS:]
@@ -132,7 +174,7 @@ def _starts(folder: Path) -> list[Start]:
     for path in sorted(slurm.glob("job-*.log")) + sorted(slurm.glob("submitit/*/*log.*")):
         _share(path, starts)
     for start in starts:
-        start.state = _state_of(start, later=starts[-1] is not start)
+        start.state = _state_of(start, later=starts[-1] is not start, over=over)
     errors = [f for p in sorted((folder / "torchrun").glob("*/*/*/error.json")) if (f := _of_rank(p))]
     if errors and not starts:
         starts = [Start("local", min(f.time for f in errors), max(f.time for f in errors), {}, errors)]
@@ -148,7 +190,7 @@ def _start(folder: Path) -> Start:
         return start
     start.findings = of_attempt(folder)
     if reason := str(ended.get("reason") or ""):
-        about = re.search(r"\b(rank|engine) (\d+)(?:: | \()", reason)
+        about = re.search(r"\b(rank|engine) (\d+)(?:: | \(| was ended)", reason)
         whose = f"{about[1]} {about[2]}" if about else "node 0"
         cause = cause_of(reason.splitlines()[0]) or cause_of(reason)
         start.findings.append(Finding(whose, folder / "ended.json", None, start.end, clean(reason), cause))
@@ -179,7 +221,7 @@ def _of_rank(path: Path) -> Finding | None:
     return of_error_file(path, process=f"rank {path.parent.name}")
 
 
-def _state_of(start: Start, *, later: bool) -> str:
+def _state_of(start: Start, *, later: bool, over: bool) -> str:
     code = start.ended.get("code")
     if code == 0:
         return "finished"
@@ -187,7 +229,7 @@ def _state_of(start: Start, *, later: bool) -> str:
         return "saved" if start.ended.get("requeued") or later else "stopped"
     if start.ended:
         return "stopped" if "cancelled" in str(start.ended.get("reason")) else "failed"
-    if not later and time.time() - start.end < RECENT_SECONDS:
+    if not later and not over and time.time() - start.end < RECENT_SECONDS:
         return "running"
     return "failed" if first(start.findings) else "lost"
 
@@ -264,6 +306,8 @@ def show(report: Mapping[str, Any]) -> None:
     print(f", {_duration(waited)} between them" if len(starts) > 1 else "")
     for start in starts:
         _show_start(start)
+    if not starts and report["failure"]:
+        _show_failure(report["failure"])
     if not starts and report["state"] == "stopped":
         print(
             f"  it stopped before its end, with a checkpoint of step {report['checkpoint_step']}. A run on this machine"
@@ -276,9 +320,11 @@ def _show_start(start: Mapping[str, Any]) -> None:
     steps = f", steps {start['first_step']} to {start['last_step']}" if start["last_step"] is not None else ""
     reason = f": {start['reason']}" if start["reason"] and not start["failure"] else ""
     print(f"{start['start']}  {start['state']}{reason} ({lasted}{steps})")
-    failure = start["failure"]
-    if failure is None:
-        return
+    if start["failure"] is not None:
+        _show_failure(start["failure"])
+
+
+def _show_failure(failure: Mapping[str, Any]) -> None:
     if failure["process"]:
         place = failure["file"] + (f", line {failure['line']}" if failure["line"] else "")
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure["time"]))

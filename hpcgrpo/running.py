@@ -166,6 +166,8 @@ def lead(run: Run) -> None:
             file=run.summary,
             flush=True,
         )
+    for path in run.checkpoints.damaged():
+        print(f"warning: {path} is damaged or incomplete; passed over", file=run.summary, flush=True)
     too_long = getattr(run.trainer.prompts, "num_too_long", 0)
     if too_long:
         print(

@@ -42,8 +42,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
-        waits = item.path.stem.removeprefix("test_") in WAITING
-        item.add_marker(pytest.mark.xdist_group("waiting" if waits else item.path.stem))
     several = hasattr(config, "workerinput")
     items.sort(
         key=lambda item: (
@@ -51,6 +49,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.get_closest_marker("slow") is not None,
         )
     )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One process for all that waits, whole files to the others; xdist's own groups do nothing with pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            name = Path(nodeid.partition("::")[0]).stem
+            return "waiting" if name.removeprefix("test_") in WAITING else name
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

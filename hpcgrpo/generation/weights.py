@@ -110,8 +110,7 @@ class WeightSync:
         while True:
             verdict = self._agree(lambda: self._prepare(attempts))
             if verdict.act == "send":
-                for name, tensor in tensors():
-                    self._put(attempts, name, tensor)
+                self._send(attempts, tensors)
                 verdict = self._agree(lambda: self._finish(attempts))
             if verdict.act == "done":
                 return list(verdict.urls)
@@ -172,6 +171,16 @@ class WeightSync:
         for url, why in failed.items():
             attempts.blame(url, why)
         return [peer for peer in peers if peer.url not in failed]
+
+    def _send(self, attempts: Attempts, tensors: Tensors) -> None:
+        """Go through the tensors once. Where gathering them fails, the engines are let go before the error."""
+        try:
+            for name, tensor in tensors():
+                self._put(attempts, name, tensor)
+        except BaseException:
+            if self.rank == 0:
+                self._transport.fail()
+            raise
 
     def _put(self, attempts: Attempts, name: str, tensor: Tensor) -> None:
         """Send one tensor. A push that broke goes on without sending: the other ranks gather to the end."""

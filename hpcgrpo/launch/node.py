@@ -44,6 +44,7 @@ def task(folder: str) -> None:
 def main(folder: str) -> int:
     """Run this node's part of the run in `folder` to its end -> the exit code of what decided."""
     block_signals()
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit's handler tells of each
     where = slurm.place(os.environ)
     for name in set(os.environ) - set(without_slurm(os.environ)):
         del os.environ[name]  # nothing that is started here is a step of the job
@@ -213,9 +214,21 @@ class Node:
             self._obey(message)
         if self.line.closed:
             self.say("node 0 is gone")
+            self._stand_in()
             self.part.kill()
             return CODE_FAILED
         return None
+
+    def _stand_in(self) -> None:
+        """Node 0's launcher was lost, not its node: the next one puts the job back into the queue."""
+        again = self.where.slurm and self.where.node == 1
+        if not again or self.where.restart >= self.config.cluster.max_requeues:
+            return
+        try:
+            if slurm.state(self.where.job) == "RUNNING":
+                slurm.requeue(self.where.job, self.where.restart, patience_seconds=2)
+        except OSError as error:
+            self.say(f"Slurm does not requeue the job ({error}); submit again to resume")
 
     def _obey(self, message: dict[str, Any]) -> None:
         assert self.part is not None

@@ -156,8 +156,11 @@ class Learn:
 
     def _failure(self, code: int) -> str:
         """The first error that a rank of this node wrote, unless one was killed: that comes first."""
-        if code > 128:
-            return f"a rank was ended by signal {code - 128}"
+        failure = self.attempt.read("failure")
+        if code > 128 and failure is None:
+            return f"torchrun's agent was ended by signal {code - 128}"
+        if failure is not None and failure["how"].startswith("signal"):
+            return f"rank {failure['rank']} was ended by {failure['how']}"
         first = (self.where.node - self.config.cluster.vllm_nodes) * self.config.cluster.ranks_per_node
         mine = range(first, first + self.config.cluster.ranks_per_node)
         errors = [e for r in mine if (e := load_json(self.attempt.folder / f"rank-{r}.error.json"))]

@@ -125,7 +125,8 @@ def state(job_id: str) -> str | None:
 
 def reason(job_id: str) -> str:
     """Why a job waits, or on which nodes it runs: Slurm's own words, or nothing."""
-    return " ".join(ask("squeue", "--noheader", "--jobs", job_id, "--format=%R").out.split())
+    said = " ".join(ask("squeue", "--noheader", "--jobs", job_id, "--format=%R").out.split())
+    return said.replace("(None)", "").strip()
 
 
 def final_state(job_id: str) -> str:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hpcgrpo.attempt import Attempt
 from hpcgrpo.config import load
 from hpcgrpo.sections import RunConfig
 
@@ -77,6 +78,9 @@ def start(run: RunConfig, folder: Path, settings: dict[str, Any], before: Any = 
         if failure.exitcode != USER_ERROR:
             how = f"exit code {failure.exitcode}" if failure.exitcode >= 0 else f"signal {-failure.exitcode}"
             print(f"hpcgrpo: rank {rank} ended with {how}", file=sys.stderr)
+            attempt = Attempt.of_environment()
+            if attempt is not None:
+                attempt.note("failure", {"rank": rank, "how": how})
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + int(error.sigval)

@@ -91,6 +91,14 @@ def command(plan: ServePlan, index: int, host: str, port: int) -> list[str]:
     words += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
     words += ["--middleware", "hpcgrpo.generation.gate.Gate", "--disable-uvicorn-access-log"]
     words += ["--worker-extension-cls", "hpcgrpo.generation.vllm_extension.Extension"]
+    if (
+        plan.device == "cpu"
+    ):  # its random generators cannot step back, as a seeded prompt read in pieces needs
+        words += [
+            "--no-enable-chunked-prefill",
+            "--max-num-batched-tokens",
+            str(max(8192, plan.max_model_len)),
+        ]
     if plan.kv_cache_memory_bytes is not None:
         words += ["--kv-cache-memory-bytes", str(plan.kv_cache_memory_bytes)]
     else:

@@ -9,7 +9,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +66,21 @@ def submit(run: RunConfig, *, executor: str, wait: bool, fresh: bool, as_json: b
 # ---- handing over
 
 
+def record_job(
+    folder: Path, job_id: str, logs: Sequence[Path], *, executor: str = "slurm", code: str = ""
+) -> Any:
+    """Note a run's job, so that no second one is queued beside it -> what was noted."""
+    record = {
+        "job_id": job_id,
+        "executor": executor,
+        "host": socket.gethostname(),
+        "logs": [str(path.absolute()) for path in logs],
+        "code": code,
+    }
+    write_atomically(folder / "slurm" / JOB_FILE, json.dumps(record, indent=1) + "\n")
+    return record
+
+
 def _hand_over(run: RunConfig, job: Job, executor: str) -> Submitted:
     slurm_folder = Path(job.folder) / "slurm"
     with claim(slurm_folder):  # two submissions at once: the second one is refused
@@ -78,14 +93,7 @@ def _hand_over(run: RunConfig, job: Job, executor: str) -> Submitted:
             job_id, logs = _to_slurm(replace(job, setup=(*job.setup, *imports(code, Path.cwd()))))
         else:
             job_id, logs = _to_local(run, job, code)
-        record = {
-            "job_id": job_id,
-            "executor": executor,
-            "host": socket.gethostname(),
-            "logs": [str(path) for path in logs],
-            "code": code.name,
-        }
-        write_atomically(slurm_folder / JOB_FILE, json.dumps(record, indent=1) + "\n")
+        record = record_job(Path(job.folder), job_id, logs, executor=executor, code=code.name)
         snapshot.prune(slurm_folder, keep=code)
     return _submitted(Path(job.folder), record)
 
@@ -213,21 +221,27 @@ def _ignored(*signals: signal.Signals) -> Iterator[None]:
 
 def find_live(folder: Path) -> Submitted | None:
     """The run's job where it is still queued or running. Raises ConfigError where nobody can tell."""
-    path = folder / "slurm" / JOB_FILE
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
+    submitted = last(folder)
+    if submitted is None:
         return None
-    except ValueError:
-        raise ConfigError(
-            f"{path}: damaged; see with `squeue --me` that no job of this run is live, then delete it"
-        ) from None
-    submitted = _submitted(folder.absolute(), record)
     try:
         return submitted if submitted.state() is not None else None
     except queue.Unreachable as error:
         raise queue.Unreachable(
             f"{folder}: whether its job {submitted.job_id} is still live cannot be told: {error}"
+        ) from None
+
+
+def last(folder: Path) -> Submitted | None:
+    """The job that was submitted last for a run, live or not."""
+    path = folder / "slurm" / JOB_FILE
+    try:
+        return _submitted(folder.absolute(), json.loads(path.read_text(encoding="utf-8")))
+    except OSError:
+        return None
+    except ValueError:
+        raise ConfigError(
+            f"{path}: damaged; see with `squeue --me` that no job of this run is live, then delete it"
         ) from None
 
 

@@ -46,6 +46,10 @@ class Checkpoints:
         """The newest complete checkpoint; half-written ones and those with a missing file are passed over."""
         return next(iter(self._complete()), None)
 
+    def damaged(self) -> list[Path]:
+        """Folders with a checkpoint's name that are not whole: passed over, and left where they are."""
+        return sorted((p for p in self.folder.glob("checkpoint-*") if not is_complete(p)), key=step_of)
+
     def _complete(self) -> list[Path]:
         found = [p for p in self.folder.glob("checkpoint-*") if is_complete(p)]
         return sorted(found, key=step_of, reverse=True)

@@ -241,7 +241,8 @@ def _call(
         SystemExit,
     ) as error:  # whatever a user's function raises; sys.exit would end the run quietly
         frame = extract_tb(error.__traceback__)[-1]
-        where = f"{frame.filename}, line {frame.lineno}"
+        copies = f"{os.environ.get('HPCGRPO_CODE')}/files"  # of a job: name the user's own file
+        where = f"{frame.filename.removeprefix(copies)}, line {frame.lineno}"
         raise ValueError(f"reward {name} raised {type(error).__name__}: {error} ({where})") from error
     return _checked(name, values, len(prompts))
 

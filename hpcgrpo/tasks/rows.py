@@ -58,12 +58,12 @@ def load_rows(
         if path or name:
             raise ValueError(f"preset {preset!r} generates its rows; drop path and name, or the preset")
         return generate(str(preset), split=split, seed=seed, size=max_samples, options=options)
+    known = _preset(preset)
     if options:
         raise ValueError(
             f"unknown data option {', '.join(map(repr, sorted(options)))}: only the generated tasks"
             f" ({', '.join(GENERATED)}) take options"
         )
-    known = _preset(preset)
     if path and name:
         raise ValueError(f"both path {path!r} and name {name!r} are given; a run has one source of rows")
     name = name or (known.name if known and not path else None)

@@ -56,6 +56,7 @@ quickstart: $(VENV)/.installed .cache/fonts.conf  ## install, then train a small
 
 test: $(VENV)/.installed-test .cache/fonts.conf  ## every test, those on a real Slurm cluster too (needs root)
 	@slurm/devcluster.sh install || true
+	@findmnt -rno TARGET | grep "^$(CACHE)/pytest/" | xargs -r umount --lazy || true  # of a run that was killed
 	$(VENV)/bin/python -m pytest --basetemp="$(CACHE)/pytest" -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 check: lint fast  ## what a commit must pass: lint, format, types, layers, the fast tests

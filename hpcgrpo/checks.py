@@ -67,7 +67,6 @@ def check(run: RunConfig) -> dict[str, Any]:
     rows = _rows(run.data, "data", offline, notes)
     if run.eval is not None:
         _rows(run.eval.data, "eval.data", offline, notes)
-    _processors(run, notes)
     renderer = _renderer(run, model, notes)
     prompts = _prompts(run, rows, renderer) if rows and renderer else None
     usable = len(prompts) if prompts else len(rows) if rows else run.data.max_samples
@@ -90,7 +89,7 @@ def check(run: RunConfig) -> dict[str, Any]:
         "prompts": shown,
         "rewards": graded(run, first, renderer, notes),
         "checkpoints": _disk_report(run, model, counts, notes),
-        "warnings": notes.warnings,
+        "warnings": [*notes.warnings, *_processors(run)],
         "not_checked": notes.not_checked,
     }
 
@@ -259,13 +258,14 @@ def _compare_format(run: RunConfig, prompt: Prompt, notes: Notes) -> None:
             )
 
 
-def _processors(run: RunConfig, notes: Notes) -> None:
+def _processors(run: RunConfig) -> list[str]:
     cluster = run.cluster
-    if cluster.gpus_per_node and not cluster.cpus_per_task and not cluster.slurm_exclusive:
-        notes.warnings.append(
-            "cluster.cpus_per_task is not set: many clusters then give a node's one task a single processor, for all"
-            " its ranks or servers; set it to the node's processors, or cluster.slurm_exclusive=true"
-        )
+    if not cluster.gpus_per_node or cluster.cpus_per_task or cluster.slurm_exclusive:
+        return []
+    return [
+        "cluster.cpus_per_task is not set: many clusters then give a node's one task a single processor, for all its"
+        " ranks or servers; set it to the node's processors, or cluster.slurm_exclusive=true"
+    ]
 
 
 def _counts(run: RunConfig, counts: Arithmetic, usable: int | None) -> dict[str, int | None]:

@@ -35,7 +35,7 @@ rewards: {{accuracy: {{weight: 1.0, require_box_or_tag: false}}}}
 data: {{preset: chain, max_samples: 64, options: {{digits: 4}}}}
 generation: {{backend: vllm, max_prompt_length: 32, max_completion_length: 8}}
 train: {{train_batch_size: 8, max_steps: 6, save_steps: 2, save_total_limit: 2}}
-cluster: {{nodes: 2, vllm_nodes: 1, gpus_per_node: 8, nproc_per_node: 1}}
+cluster: {{nodes: 2, vllm_nodes: 1, gpus_per_node: 8, cpus_per_task: 8, nproc_per_node: 1}}
 output_dir: {output_dir}
 """
 
@@ -369,6 +369,11 @@ def test_answers_that_only_a_formula_parser_tells_apart(tiny: Path, tmp_path: Pa
     report = checks.check(run)
     assert report["answer_of_first"] == "x^2 + 1"
     assert [r["text"].split("answer>")[1] for r in report["rewards"]] == ["7</", "8</"]
+
+
+def test_a_task_with_gpus_and_one_processor_is_warned_of(tiny: Path, tmp_path: Path) -> None:
+    [warning] = checks.check(load(tiny, tmp_path, "cluster.cpus_per_task=null"))["warnings"]
+    assert "cluster.cpus_per_task is not set" in warning and "slurm_exclusive=true" in warning
 
 
 def test_rewards_that_cannot_tell_right_from_wrong_are_warned_of(tiny: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcgrpo.causes import cause_of
+from hpcgrpo.checkpoint_folder import complete, step_of
 from hpcgrpo.config import ConfigError
 from hpcgrpo.evidence import (
     Finding,
@@ -139,9 +140,8 @@ def _progress(folder: Path) -> tuple[int, int, bool]:
         if found:
             step = int(found[1])
             break
-    complete = [p.parent for p in (folder / "checkpoints").glob("checkpoint-*/COMPLETE")]
-    numbered = [(int(p.name.rpartition("-")[2]), p) for p in complete if p.name.rpartition("-")[2].isdigit()]
-    saved, newest = max(numbered, default=(0, None))
+    newest = next(iter(complete(folder / "checkpoints")), None)
+    saved = step_of(newest) if newest else 0
     limit = re.search(r"^ +max_steps: (\d+)\s*$", "\n".join(tail(folder / "config.yaml")[0]), re.MULTILINE)
     flagged = newest is not None and read_json(newest / "trainer_state.json").get("finished") is True
     finished = flagged or bool(limit and saved >= int(limit[1]) > 0)

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import torch
 
-from hpcgrpo import profiler, rewards
+from hpcgrpo import checkpoint_folder, profiler, rewards
 from hpcgrpo.algorithms.base import Algorithm
 from hpcgrpo.algorithms.igrpo import REFINE_TEMPLATE, template_of
 from hpcgrpo.arithmetic import Arithmetic
@@ -166,7 +166,7 @@ def lead(run: Run) -> None:
             file=run.summary,
             flush=True,
         )
-    for path in run.checkpoints.damaged():
+    for path in checkpoint_folder.damaged(config.folder / "checkpoints"):
         print(f"warning: {path} is damaged or incomplete; passed over", file=run.summary, flush=True)
     too_long = getattr(run.trainer.prompts, "num_too_long", 0)
     if too_long:

@@ -203,7 +203,10 @@ def test_a_run_that_hangs_leaves_its_stacks_and_goes_on(cluster: Cluster, tmp_pa
 
 
 def test_a_start_that_was_taken_for_dead_writes_nothing_more(cluster: Cluster, tmp_path: Path) -> None:
-    """Only a node's slurmd dies: Slurm starts the job elsewhere while the old processes still run there."""
+    """Only a node's slurmd dies: Slurm starts the job elsewhere while the old processes still run there.
+
+    Then node 0's launcher alone is killed, which Slurm takes for the job's end: the next node requeues it.
+    """
     config = write_cluster_config(tmp_path, name="orphan", nodes=2, steps=40, save_steps=1, step_seconds=1.5)
     job = cluster.submit(config)
     run = tmp_path / "logs" / "orphan"
@@ -220,6 +223,9 @@ def test_a_start_that_was_taken_for_dead_writes_nothing_more(cluster: Cluster, t
         before = len(read_metrics(run))
         cluster.until(lambda: len(read_metrics(run)) >= before + 2, "two more steps", timeout_seconds=120)
         assert cluster.job(job)["Restarts"] == "1"
+        launcher = json.loads((again / "server.json").read_text())["host"]
+        cluster.kill(cluster.processes(r"^\S*python\S* .*_submit", node=launcher))  # its node stays
+        cluster.wait_for(job, lambda f: f["Restarts"] == "2" and f["JobState"] == "RUNNING")
         steps = [m["step"] for m in read_metrics(run)]
         assert steps == list(range(1, len(steps) + 1))
     finally:

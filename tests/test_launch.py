@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hpcgrpo import ports
+from hpcgrpo import checkpoint_folder, ports
 from hpcgrpo.attempt import Attempt
 from hpcgrpo.config import ConfigError
 from hpcgrpo.launch import channel, children, network, slurm
@@ -395,7 +395,26 @@ def test_a_run_that_was_made_longer_is_not_finished_by_its_old_end(tmp_path: Pat
     state = {"progress": {"step": 2}, "finished": True, "length": [2, 1.0]}
     (folder / "trainer_state.json").write_text(json.dumps(state))
     assert newest_checkpoint(tmp_path, TrainConfig(max_steps=2)) == (0, False)  # not marked as complete
-    (folder / "COMPLETE").touch()
+    size = (folder / "trainer_state.json").stat().st_size
+    (folder / "COMPLETE").write_text(json.dumps({"trainer_state.json": size}))
     assert newest_checkpoint(tmp_path, TrainConfig(max_steps=2)) == (2, True)
     assert newest_checkpoint(tmp_path, TrainConfig(max_steps=3)) == (2, False)
     assert newest_checkpoint(tmp_path, TrainConfig(num_train_epochs=2)) == (2, False)
+
+
+def test_a_checkpoint_with_a_file_cut_short_does_not_count(tmp_path: Path) -> None:
+    for step in (2, 4, 10):
+        folder = tmp_path / "checkpoints" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "trainer_state.json").write_text(json.dumps({"progress": {"step": step}, "finished": True}))
+        (folder / "COMPLETE").write_text(json.dumps({"trainer_state.json": 46 if step == 10 else 47}))
+    whole = [p.name for p in checkpoint_folder.complete(tmp_path / "checkpoints")]
+    torn = [p.name for p in checkpoint_folder.damaged(tmp_path / "checkpoints")]
+    sizes = {p.parent.name: p.stat().st_size for p in tmp_path.rglob("trainer_state.json")}
+    assert sizes == {"checkpoint-2": 43, "checkpoint-4": 43, "checkpoint-10": 44}
+    assert whole == [] and torn == ["checkpoint-2", "checkpoint-4", "checkpoint-10"]
+    for name, size in sizes.items():
+        (tmp_path / "checkpoints" / name / "COMPLETE").write_text(json.dumps({"trainer_state.json": size}))
+    (tmp_path / "checkpoints" / "checkpoint-10" / "trainer_state.json").write_text("{")
+    assert newest_checkpoint(tmp_path, TrainConfig(max_steps=4))[0] == 4
+    assert [p.name for p in checkpoint_folder.damaged(tmp_path / "checkpoints")] == ["checkpoint-10"]

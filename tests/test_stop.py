@@ -46,3 +46,10 @@ def test_sigterm_saves_and_ends(tmp_path: Path) -> None:
     expected, found = (tensors(run / "checkpoints/checkpoint-6/state", tmp_path) for run in (whole, ended))
     assert expected.keys() == found.keys()
     assert all(torch.equal(tensor, found[key]) for key, tensor in expected.items())
+
+    newest = ended / "checkpoints" / "checkpoint-6"
+    (newest / "model.safetensors").write_bytes(b"cut short")
+    again = hpcgrpo("train", *common, "name=ended")
+    assert again.returncode == 0
+    assert f"warning: {newest} is damaged or incomplete; passed over" in again.stdout + again.stderr
+    assert metrics(ended) == metrics(whole)

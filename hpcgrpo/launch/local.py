@@ -14,6 +14,7 @@ from typing import Any
 
 from hpcgrpo import checks
 from hpcgrpo.attempt import Attempt
+from hpcgrpo.checkpoint_folder import complete
 from hpcgrpo.config import ConfigError, load, to_yaml
 from hpcgrpo.journal import claim, read_metrics, write_atomically
 from hpcgrpo.launch import ranks
@@ -94,8 +95,7 @@ def _prepare(run: RunConfig, fresh: bool) -> bool:
 
 def newest_checkpoint(folder: Path, train: TrainConfig) -> tuple[int, bool]:
     """The step of the newest complete checkpoint, 0 without one, and whether a run of this length ends with it."""
-    complete = [p.parent for p in (folder / "checkpoints").glob("checkpoint-*/COMPLETE")]
-    newest = max(complete, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
+    newest = next(iter(complete(folder / "checkpoints")), None)
     if newest is None:
         return 0, False
     state = json.loads((newest / "trainer_state.json").read_text())

@@ -16,7 +16,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-MARKER = "COMPLETE"
+from hpcgrpo.checkpoint_folder import MARKER, complete
+
 FAILURES = (Exception, CheckpointException)  # the latter derives from BaseException
 State = dict[str, Any]
 
@@ -44,15 +45,7 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint; half-written ones and those with a missing file are passed over."""
-        return next(iter(self._complete()), None)
-
-    def damaged(self) -> list[Path]:
-        """Folders with a checkpoint's name that are not whole: passed over, and left where they are."""
-        return sorted((p for p in self.folder.glob("checkpoint-*") if not is_complete(p)), key=step_of)
-
-    def _complete(self) -> list[Path]:
-        found = [p for p in self.folder.glob("checkpoint-*") if is_complete(p)]
-        return sorted(found, key=step_of, reverse=True)
+        return next(iter(complete(self.folder)), None)
 
     def start(
         self,
@@ -123,7 +116,7 @@ class Checkpoints:
             shutil.rmtree(final)
         pending.temporary.rename(final)
         _fsync(self.folder)
-        for old in self._complete()[self.keep :] if self.keep else []:
+        for old in complete(self.folder)[self.keep :] if self.keep else []:
             shutil.rmtree(old, ignore_errors=True)
 
     def _abandon(self, error: BaseException) -> None:
@@ -159,21 +152,6 @@ def load(path: Path, state: State) -> tuple[State, dict[str, Any]]:
     """Read a checkpoint into `state`'s tensors, resharded as they are, and its `trainer_state.json`."""
     dcp.load(state, checkpoint_id=path / "state")
     return state, json.loads((path / "trainer_state.json").read_text())
-
-
-def is_complete(path: Path) -> bool:
-    """Whether the marker is there and every file that it lists has its size."""
-    try:
-        sizes = json.loads((path / MARKER).read_text())
-        return all((path / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
-        return False
-
-
-def step_of(path: Path) -> int:
-    """The step in a `checkpoint-<step>` folder's name, -1 for any other."""
-    number = path.name.rpartition("-")[2]
-    return int(number) if number.isdigit() else -1
 
 
 def _fsync(path: Path) -> None:

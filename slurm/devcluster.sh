@@ -16,8 +16,8 @@
 # Each node is a slurmd in PID, network, UTS and mount namespaces of its own, with its
 # own host name and address: a launcher that says 127.0.0.1, or counts on a port that
 # only one node has free, fails here as it would on a cluster. The file system is shared,
-# /tmp and /dev/shm too. Processors, memory and GPUs are declared, not real: nothing is
-# confined to them.
+# /tmp and /dev/shm too; disk/ in its folder is one of 100 MB, for tests to fill.
+# Processors, memory and GPUs are declared, not real: nothing is confined to them.
 #
 # Runs as root, on: apt-get install slurm-wlm munge iproute2 util-linux
 # With DEVCLUSTER_ACCT=1, which sacct needs, also on: slurmdbd mariadb-server
@@ -276,8 +276,9 @@ halt() { # all goes but the munge key and the logs of this run
   finish mariadbd KILL
   finish munged
   net_down
+  if mountpoint -q "$DIR/disk"; then umount --lazy "$DIR/disk"; fi
   if [[ -d $DIR/log ]]; then rm -rf "$DIR/log.last"; mv "$DIR/log" "$DIR/log.last"; fi
-  rm -rf "$DB" "$DIR"/{run,state,spool,hosts,node-init} "$DIR"/{slurm,gres,slurmdbd}.conf
+  rm -rf "$DB" "$DIR"/{run,state,spool,disk,hosts,node-init} "$DIR"/{slurm,gres,slurmdbd}.conf
 }
 
 # --- Commands
@@ -353,7 +354,8 @@ cmd_start() { # [N]
   wanted="$n $CPUS $MEM $GPUS $ACCT $OWNER"
   if ! alive munged >/dev/null || ! alive slurmctld >/dev/null || [[ $(<"$DIR/run/wanted") != "$wanted" ]]; then
     halt
-    mkdir -p "$DIR"/{run,log,state,spool,dev}
+    mkdir -p "$DIR"/{run,log,state,spool,dev,disk}
+    mount -t tmpfs -o size=100m,mode=700 devcluster "$DIR/disk" # before the nodes, which see what is there at boot
     echo "$wanted" >"$DIR/run/wanted"
     if [[ $OWNER ]]; then spawn owner "$0" follow "$OWNER"; fi
     write_config "$n"

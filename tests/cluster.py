@@ -168,13 +168,6 @@ class Cluster:
         """Power a node on again, with nothing running."""
         self.script("boot", node)
 
-    def reboot(self) -> None:
-        """Crash and boot every node, and wait until all are idle."""
-        for i in range(self.nodes):
-            self.crash(f"node{i}")
-            self.boot(f"node{i}")
-        self._wait_idle()
-
     def address(self, node: str) -> str:
         """A node's address."""
         return f"10.213.{57 + self.id}.{10 + int(node.removeprefix('node'))}"

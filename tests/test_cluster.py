@@ -57,29 +57,33 @@ def greedy(model: Path, prompts: Sequence[str], length: int) -> list[list[int]]:
     return found
 
 
-def test_the_shipped_configuration_on_three_nodes(cluster: Cluster, tmp_path: Path, model: Path) -> None:
-    """One vLLM node, two learner nodes of two ranks: after every sync the server answers as the learner would."""
-    began = time.monotonic()
-    done = cluster.hpcgrpo(
-        "submit", str(SHIPPED), *overrides(tmp_path, model, "shipped"), "--wait", timeout_seconds=400
+@pytest.fixture(scope="module")
+def shipped(session_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """The shipped configuration on three nodes: one of vLLM, two of two learner ranks each -> the run's folder."""
+    folder, began = tmp_path_factory.mktemp("shipped"), time.time()
+    done = session_cluster.hpcgrpo(
+        "submit", str(SHIPPED), *overrides(folder, model, "shipped"), "--wait", timeout_seconds=400
     )
-    seconds = time.monotonic() - began
-    run = tmp_path / "shipped"
-    job = json.loads((run / "slurm" / "job.json").read_text())["job_id"]
-    cluster.track(job, run)
+    seconds, run = time.time() - began, folder / "shipped"
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 5/5" in done.stdout and "finished" in done.stdout + done.stderr
-    assert cluster.wait_for(job, "COMPLETED")["NumNodes"] == "3"
+    first = (run / "rollouts" / "eval-000000.jsonl").stat().st_mtime - began
+    engine = engine_seconds(run / "slurm" / f"{job_of(run)}.0" / "node-0.log")
     REPORT.append(f"cluster_cpu.yaml from submission to end: {seconds:.0f} s")
-
-    first = (run / "rollouts" / "eval-000000.jsonl").stat().st_mtime - (
-        time.time() - (time.monotonic() - began)
-    )
-    engine = engine_seconds(run / "slurm" / f"{job}.0" / "node-0.log")
     REPORT.append(
         f"from submission to the first answers: {first:.0f} s, of which the engine's start {engine:.0f} s"
     )
+    return run
 
+
+def job_of(run: Path) -> str:
+    return str(json.loads((run / "slurm" / "job.json").read_text())["job_id"])
+
+
+def test_the_shipped_configuration_on_three_nodes(cluster: Cluster, shipped: Path, model: Path) -> None:
+    """After every sync the server answers as the learner's weights do in plain transformers."""
+    run, job = shipped, job_of(shipped)
+    assert cluster.wait_for(job, "COMPLETED")["NumNodes"] == "3"
     for step in range(STEPS + 1):
         weights = model if step == 0 else run / "checkpoints" / f"checkpoint-{step}"
         answers = rows(run, f"eval-{step:06d}")
@@ -119,25 +123,24 @@ def job_log(run: Path, job: str) -> Path:
 
 
 def test_the_first_step_is_the_same_on_any_number_of_nodes(
-    cluster: Cluster, tmp_path: Path, model: Path
+    cluster: Cluster, shipped: Path, tmp_path: Path, model: Path
 ) -> None:
-    """2 and 5 nodes at the same time: same prompts, same greedy answers, same samples, same gradient."""
-    runs = {}
+    """2, 3 and 5 nodes, of 1, 4 and 4 ranks: same prompts, same greedy answers, same samples, same gradient."""
+    runs = [shipped]
     for nodes in (2, 5):
-        name = f"nodes{nodes}"
         more = [f"cluster.nodes={nodes}", "cluster.nproc_per_node=1", "train.max_steps=1"]
-        job = cluster.submit(SHIPPED, *overrides(tmp_path, model, name, *more))
+        job = cluster.submit(SHIPPED, *overrides(tmp_path, model, f"nodes{nodes}", *more))
         cluster.wait_for(job, "COMPLETED", timeout_seconds=400)
-        runs[nodes] = tmp_path / name
-    two, five = runs[2], runs[5]
-    assert rows(two, "eval-000000") == without_noise(rows(five, "eval-000000"), rows(two, "eval-000000"))
-    first, second = rows(two, "step-000001"), rows(five, "step-000001")
-    assert [r["prompt"] for r in first if r["stage"] == "draft"] == [
-        r["prompt"] for r in second if r["stage"] == "draft"
-    ]
-    assert [r["token_ids"] for r in first] == [r["token_ids"] for r in second]
-    norms = [next(m["grad_norm"] for m in read_metrics(r) if m["step"] == 1) for r in (two, five)]
-    assert norms[0] > 0 and abs(norms[0] - norms[1]) <= 1e-5 * max(1.0, norms[0])
+        runs.append(tmp_path / f"nodes{nodes}")
+    answers = [rows(run, "eval-000000") for run in runs]
+    samples = [rows(run, "step-000001") for run in runs]
+    norms = [next(m["grad_norm"] for m in read_metrics(run) if m["step"] == 1) for run in runs]
+    for found, sampled, norm in zip(answers[1:], samples[1:], norms[1:], strict=True):
+        assert without_noise(found, answers[0]) == answers[0]
+        drafted = [[r["prompt"] for r in step if r["stage"] == "draft"] for step in (sampled, samples[0])]
+        assert drafted[0] == drafted[1]
+        assert [r["token_ids"] for r in sampled] == [r["token_ids"] for r in samples[0]]
+        assert norm > 0 and abs(norm - norms[0]) <= 1e-5 * max(1.0, norms[0])
 
 
 def without_noise(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> list[dict[str, Any]]:

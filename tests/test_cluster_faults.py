@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -182,14 +181,15 @@ def crowded(cluster: Cluster, waiting: Suffering) -> Iterator[list[int]]:
 
 @contextmanager
 def small_disk(cluster: Cluster, folder: Path) -> Iterator[Path]:
-    """A file system of 100 MB at `folder`, on the nodes too, which see what is mounted when they boot."""
-    folder.mkdir(parents=True, mode=0o700)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100m,mode=700", "tmpfs", folder], check=True)
+    """`folder` on the cluster's file system of 100 MB, which is empty again afterwards."""
+    place = cluster.folder / "disk" / "run"
+    place.mkdir(mode=0o700)
+    folder.parent.mkdir(parents=True, mode=0o700)
+    folder.symlink_to(place)
     try:
-        cluster.reboot()
-        yield folder
+        yield place
     finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)  # the nodes keep theirs until they go
+        shutil.rmtree(place)
 
 
 def fill(disk: Path) -> Path:

@@ -300,7 +300,7 @@ def test_a_stop_that_was_asked_for_is_no_end_of_the_run(tmp_path: Path) -> None:
 
 
 def test_the_time_limit_leaves_room_for_a_step_and_two_saves(tmp_path: Path) -> None:
-    one = lead(tmp_path)
+    one = lead(tmp_path, rendezvous_timeout=5000)
     one.began = time.time() - 1000
     status = {"first_step": 0, "step": 5, "step_seconds": 100.0, "save_seconds": 20.0}
     one.hear(1, {"status": status, "checkpoint": [5, False]})
@@ -313,6 +313,9 @@ def test_the_time_limit_leaves_room_for_a_step_and_two_saves(tmp_path: Path) -> 
     assert list(one.poll()) == []
     one.limit = time.time() + 45
     assert list(one.poll()) == [{"stop": "time limit", "urgent": True}]
+    assert looked(one) is None
+    one.limit = time.time() + 4
+    assert looked(one) == (75, True)
 
 
 def test_a_job_in_which_nothing_moves_is_dumped_then_ended(tmp_path: Path) -> None:

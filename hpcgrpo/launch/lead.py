@@ -20,6 +20,7 @@ ASK_LIMIT_SECONDS = 30.0  # between two looks at the job's time limit
 LEASE_SECONDS = 5.0
 GRACE_SECONDS = 60.0  # between the first rank that ended well and the last
 DUMP_SECONDS = 3.0
+CODE_SAVED = 75  # ended before its end, to be gone on with
 HOPELESS = 3  # starts in a row that got no further
 
 
@@ -135,7 +136,9 @@ class Lead:
         left = limit - time.time()
         whole = limit - self.began
         save = float(self.status.get("save_seconds") or min(60.0, 0.05 * whole))
-        if left < 2 * save + min(10.0, 0.1 * whole):
+        if left < min(5.0, 0.05 * whole):  # too late to save, but not to be started again
+            self._conclude(CODE_SAVED, "the time limit came before the ranks could stop", again=True)
+        elif left < 2 * save + min(10.0, 0.1 * whole):
             self._stop_for_time(left, urgent=True)
         elif left < 1.2 * float(self.status.get("step_seconds", 0)) + 2 * save + min(15.0, 0.15 * whole):
             self._stop_for_time(left, urgent=False)
@@ -191,7 +194,9 @@ class Lead:
                 finished = self.checkpoint[1] or self.stopping is None
                 stop = self.stopping["stop"] if self.stopping else ""
                 self._conclude(
-                    0 if finished else 75, "finished" if finished else f"saved: {stop}", again=not finished
+                    0 if finished else CODE_SAVED,
+                    "finished" if finished else f"saved: {stop}",
+                    again=not finished,
                 )
 
     def _conclude(self, code: int, reason: str, *, again: bool) -> None:

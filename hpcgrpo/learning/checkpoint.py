@@ -128,7 +128,10 @@ class Checkpoints:
         dist.barrier(self.group)
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(f"checkpoint could not be written to {self.folder}: {_cause(error)}") from error
+        free = shutil.disk_usage(self.folder).free / 1e6  # torch's writer does not say that the disk is full
+        raise OSError(
+            f"checkpoint could not be written to {self.folder}: {_cause(error)}; {free:,.0f} MB are free there"
+        ) from error
 
     def _first(self, act: Callable[[], Any]) -> None:
         """Run `act` on rank 0; if it fails, every rank raises."""

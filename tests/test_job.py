@@ -56,7 +56,7 @@ def loaded(extra: str = "", *overrides: str) -> RunConfig:
 
 
 def everything() -> Job:
-    return job_for(loaded(EVERYTHING), directory=Path("/home/me/my work"), python="/opt/venv/bin/python")
+    return job_for(loaded(EVERYTHING), directory=Path("/home/me/my work"), python="/sw/venv/bin/python")
 
 
 def test_a_job_with_every_key_is_the_script_that_was_read_by_hand() -> None:

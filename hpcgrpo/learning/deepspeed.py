@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hpcgrpo.algorithms.base import Loss
 from hpcgrpo.learning.attention import check_model
-from hpcgrpo.learning.fsdp import PolicyModel, extreme, whole_model
-from hpcgrpo.learning.packing import Packed, pack_row, with_streams
+from hpcgrpo.learning.fsdp import PolicyModel, extreme, prepare_rows, whole_model
+from hpcgrpo.learning.packing import Packed, pack_row
 from hpcgrpo.types import MicroBatch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -104,16 +105,11 @@ class DeepSpeedLearner:
 
     def prepare(self, micro_batches: Sequence[MicroBatch], *, old: bool, reference: bool) -> list[Packed]:
         """Pack the rows of one optimizer step and add the log-prob streams that its loss needs."""
-        rows = [pack_row(m, self.device) for m in micro_batches]
-        if old:
-            rows = [
-                with_streams(r, old=x) for r, x in zip(rows, self._logprobs(self.model, rows), strict=True)
-            ]
-        if reference:
-            assert self.reference is not None
-            streams = self._logprobs(self.reference, rows)
-            rows = [with_streams(r, reference=x) for r, x in zip(rows, streams, strict=True)]
-        return rows
+        return prepare_rows(
+            [pack_row(m, self.device) for m in micro_batches],
+            old=partial(self._logprobs, self.model) if old else None,
+            reference=partial(self._logprobs, self.reference) if reference else None,
+        )
 
     @torch.no_grad()
     def _logprobs(self, model: Any, rows: Sequence[Packed]) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,19 +106,15 @@ class FsdpLearner:
 
     def prepare(self, micro_batches: Sequence[MicroBatch], *, old: bool, reference: bool) -> list[Packed]:
         """Pack the rows of one optimizer step and add the log-prob streams that its loss needs."""
-        rows = [pack_row(m, self.device) for m in micro_batches]
-        if old:
-            rows = [
-                with_streams(r, old=x) for r, x in zip(rows, self._logprobs(self.model, rows), strict=True)
-            ]
-        if reference:
-            assert self.reference is not None
-            streams = self._logprobs(self.reference, rows)
-            rows = [with_streams(r, reference=x) for r, x in zip(rows, streams, strict=True)]
-        return rows
+        return prepare_rows(
+            [pack_row(m, self.device) for m in micro_batches],
+            old=partial(self._logprobs, self.model) if old else None,
+            reference=partial(self._logprobs, self.reference) if reference else None,
+        )
 
     @torch.no_grad()
-    def _logprobs(self, model: PolicyModel, rows: Sequence[Packed]) -> list[Tensor]:
+    def _logprobs(self, model: PolicyModel | None, rows: Sequence[Packed]) -> list[Tensor]:
+        assert model is not None
         return [model(row)[0] for row in rows]
 
     def logprobs_at(self, rows: Sequence[Packed], temperature: float) -> list[Tensor]:
@@ -176,6 +173,18 @@ class FsdpLearner:
         set_state_dict(
             self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
+
+
+Scorer = Callable[[Sequence[Packed]], list[Tensor]]  # rows -> log-probs [N] of each
+
+
+def prepare_rows(rows: list[Packed], *, old: Scorer | None, reference: Scorer | None) -> list[Packed]:
+    """Rows with the log-prob streams that a loss needs, each from its model; None: a stream that is not needed."""
+    if old is not None:
+        rows = [with_streams(r, old=x) for r, x in zip(rows, old(rows), strict=True)]
+    if reference is not None:
+        rows = [with_streams(r, reference=x) for r, x in zip(rows, reference(rows), strict=True)]
+    return rows
 
 
 def extreme(name: str) -> Callable[[Tensor], Tensor]:

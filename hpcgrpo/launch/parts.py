@@ -126,6 +126,8 @@ class Learn:
     held: ports.Held | None = None
     master: str | None = None
     engines: list[dict[str, Any]] = field(default_factory=list)
+    status: dict[str, Any] = field(default_factory=dict)
+    checkpoint: tuple[int, bool] = (0, False)
 
     def __post_init__(self) -> None:
         if self.where.node == self.config.cluster.vllm_nodes:  # the ranks' store lives here
@@ -175,8 +177,11 @@ class Learn:
             said["master"] = self.master
         status = self.attempt.read("status")
         if status:  # rank 0 is on this node
-            folder = self.attempt.folder.parent.parent
-            said |= {"status": status, "checkpoint": list(newest_checkpoint(folder, self.config.train))}
+            if status != self.status:  # a look at every file of the checkpoints, which need not be repeated
+                self.status = status
+                folder = self.attempt.folder.parent.parent
+                self.checkpoint = newest_checkpoint(folder, self.config.train)
+            said |= {"status": status, "checkpoint": list(self.checkpoint)}
         return said
 
     def hear(self, message: dict[str, Any]) -> None:

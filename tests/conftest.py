@@ -29,7 +29,10 @@ os.environ["WANDB_MODE"] = "offline"
 
 # With HPCGRPO_REQUIRE_CLUSTER=1 (.ci/run) a test that needs Slurm, vLLM or DeepSpeed and is skipped fails the session.
 REQUIRED = os.environ.get("HPCGRPO_REQUIRE_CLUSTER", "0") not in ("", "0")
-WAITING = ("cluster", "cluster_faults", "devcluster", "submit", "serve", "vllm_generator", "weight_sync")
+# What waits for Slurm and vLLM, and the files of it that share a cluster or an engine.
+TOGETHER = {"cluster": "cluster", "cluster_faults": "cluster", "devcluster": "cluster"}
+TOGETHER |= {"serve": "engine", "vllm_generator": "engine", "weight_sync": "engine"}
+WAITING = (*TOGETHER, "submit")
 NEEDY = tuple(f"test_{name}.py" for name in (*WAITING, "deepspeed", "parity", "job"))
 SAID = "measured"  # the key of a test report's lines for the end of the session
 
@@ -37,7 +40,7 @@ SAID = "measured"  # the key of a test report's lines for the end of the session
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Fast tests first, so that a plain mistake shows within seconds; slow ones get time on a busy machine.
 
-    Of two processes (`make test`) one takes all that waits for Slurm and vLLM, from the start, the other the rest.
+    Of two processes (`make test`) both begin with what waits for Slurm and vLLM.
     """
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
@@ -53,13 +56,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One process for all that waits, whole files to the others; xdist's own groups do nothing with pytest 9.2."""
+    """Whole files, or what shares a cluster, to a process; xdist's own groups do nothing with pytest 9.2."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            name = Path(nodeid.partition("::")[0]).stem
-            return "waiting" if name.removeprefix("test_") in WAITING else name
+            name = Path(nodeid.partition("::")[0]).stem.removeprefix("test_")
+            return TOGETHER.get(name, name)
 
     return ByFile(config, log)
 

@@ -203,7 +203,7 @@ def fill(disk: Path) -> Path:
 def test_scancel_then_the_time_limit(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
     """A cancelled run leaves nothing and goes on once submitted again; one too long for its job goes on by itself."""
     config = write_cluster_config(
-        folder, name="limited", nodes=2, steps=STEPS, save_steps=100, step_seconds=4
+        folder, name="limited", nodes=2, steps=STEPS, save_steps=100, step_seconds=9
     )
     limited = Suffering(cluster, config)
     limited.reach(1)

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / "configs" / "cluster_cpu.yaml"
 STEPS = 5
+LAUNCHER = r"^\S*python\S* .*submitit\S*_submit"
+OURS = rf"{LAUNCHER}|hpcgrpo\.cli rank"
 EVAL = "eval={data: {preset: chain, max_samples: 24, seed: 1, options: {digits: 8}}, num_samples: 24, every_steps: 1}"
 
 
@@ -221,13 +223,13 @@ def test_a_start_that_was_taken_for_dead_writes_nothing_more(cluster: Cluster, t
         again = run / "slurm" / f"{job}.1"
         cluster.until(again.exists, "the next start", timeout_seconds=60)
         cluster.until(
-            lambda: not cluster.processes("hpcgrpo", node=lead), "the old start's end", timeout_seconds=30
+            lambda: not cluster.processes(OURS, node=lead), "the old start's end", timeout_seconds=30
         )
         before = len(read_metrics(run))
         cluster.until(lambda: len(read_metrics(run)) >= before + 2, "two more steps", timeout_seconds=120)
         assert cluster.job(job)["Restarts"] == "1"
         launcher = json.loads((again / "server.json").read_text())["host"]
-        cluster.kill(cluster.processes(r"^\S*python\S* .*_submit", node=launcher))  # its node stays
+        cluster.kill(cluster.processes(LAUNCHER, node=launcher))  # its node stays
         cluster.wait_for(job, lambda f: f["Restarts"] == "2" and f["JobState"] == "RUNNING")
         steps = [m["step"] for m in read_metrics(run)]
         assert steps == list(range(1, len(steps) + 1))

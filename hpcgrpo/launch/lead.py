@@ -20,6 +20,7 @@ ASK_LIMIT_SECONDS = 30.0  # between two looks at the job's time limit
 LEASE_SECONDS = 5.0
 GRACE_SECONDS = 60.0  # between the first rank that ended well and the last
 DUMP_SECONDS = 3.0
+ENDED_SECONDS = 120.0  # for Slurm to end a task of a job that is queued again
 CODE_SAVED = 75  # ended before its end, to be gone on with
 HOPELESS = 3  # starts in a row that got no further
 
@@ -218,7 +219,9 @@ class Lead:
             except OSError as error:
                 refusal = f"Slurm does not requeue it ({error}); submit again to resume"
         if requeued:
-            time.sleep(120)  # Slurm ends this task
+            deadline = time.monotonic() + ENDED_SECONDS
+            while time.monotonic() < deadline and self.attempt.holds_lease():
+                time.sleep(1)  # Slurm ends this task, unless it takes this node for dead
             return self.verdict.code
         if refusal:
             self.verdict = Verdict(self.verdict.code, f"{self.verdict.reason}; {refusal}", again=False)

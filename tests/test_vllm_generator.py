@@ -122,7 +122,9 @@ def test_a_prompt_that_is_too_long_is_dropped_and_the_others_stay(generator: Vll
     generator.stop_token_ids = [1]
     completions = generator.generate(requests, Sampling(0.0, 8))
     assert [i for i, c in enumerate(completions) if c.finish_reason == "abort"] == [2, 4]
-    assert all(len(completions[i].token_ids) == 8 for i in (0, 1, 3, 5))
+    for i in (0, 1, 3, 5):  # a greedy answer may end before its eighth token
+        ended = completions[i].token_ids[-1] == 1
+        assert ended or len(completions[i].token_ids) == 8
     assert generator.dropped == 2
     assert sorted("max_model_len" in r or "maximum context length" in r for r in generator.drop_reasons) == [
         True, True,

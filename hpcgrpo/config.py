@@ -15,8 +15,6 @@ from hpcgrpo import rewards
 from hpcgrpo.arithmetic import arithmetic
 from hpcgrpo.sections import ClusterConfig, GenerationConfig, RunConfig, TrainConfig
 
-Spec = Mapping[str, Any]
-
 # Names of other systems -> where the same thing stands here.
 ALIASES = {
     "num_generations": "algorithm.num_generations (inside base: of a wrapper)",

@@ -25,11 +25,11 @@ from hpcgrpo.evidence import (
     tail,
     written,
 )
+from hpcgrpo.launch.lead import CODE_SAVED
 
 MARKS = ("config.yaml", "metrics.jsonl", "slurm", "torchrun", "checkpoints")
 RECENT_SECONDS = 90.0  # a start whose files were written within these is taken to be running
 SLACK_SECONDS = 60.0  # Slurm writes its last lines a little after the end
-CODE_SAVED = 75  # saved and to be gone on with
 MAX_STARTS = 200  # the latest ones are looked at
 UNHEALTHY = ("failed", "lost", "stopped")
 

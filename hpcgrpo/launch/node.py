@@ -24,8 +24,8 @@ from hpcgrpo.journal import write_atomically
 from hpcgrpo.launch import channel, network, slurm
 from hpcgrpo.launch.children import block_signals, next_signal, without_slurm
 from hpcgrpo.launch.lead import Lead
-from hpcgrpo.launch.parts import CODE_USER, End, Learn, Part, Serve
-from hpcgrpo.launch.ranks import CONFIG_FILE
+from hpcgrpo.launch.parts import End, Learn, Part, Serve
+from hpcgrpo.launch.ranks import CONFIG_FILE, USER_ERROR
 from hpcgrpo.launch.rendezvous import await_server, run_secret
 from hpcgrpo.launch.serve import EngineError
 from hpcgrpo.sections import RunConfig
@@ -64,7 +64,7 @@ def main(folder: str) -> int:
         node.say(f"{type(error).__name__}: {error}")
         attempt.note("node-error", {"time": time.time(), "type": type(error).__name__, "message": str(error)})
         if isinstance(error, ValueError):
-            return CODE_USER
+            return USER_ERROR
         raise
     finally:
         node.close()

@@ -15,11 +15,10 @@ from hpcgrpo.attempt import Attempt
 from hpcgrpo.launch import network, slurm
 from hpcgrpo.launch.children import Child
 from hpcgrpo.launch.local import newest_checkpoint
+from hpcgrpo.launch.ranks import USER_ERROR
 from hpcgrpo.launch.rendezvous import load_json, secret_file
 from hpcgrpo.launch.serve import Engines, plan
 from hpcgrpo.sections import RunConfig
-
-CODE_USER = 2
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ class Learn:
         code = self.agent.poll() if self.agent else None
         if code is None:
             return None
-        return End(code, "its ranks ended" if code == 0 else self._failure(code), final=code == CODE_USER)
+        return End(code, "its ranks ended" if code == 0 else self._failure(code), final=code == USER_ERROR)
 
     def _failure(self, code: int) -> str:
         """The first error that a rank of this node wrote, unless one was killed: that comes first."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hpcgrpo.algorithms.base import Algorithm
-from hpcgrpo.types import Group, MicroBatch, Piece, Row, Totals
+from hpcgrpo.types import Group, MicroBatch, Piece, Rollout, Row, Totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,35 @@ def weighed(
     weights = algorithm.weigh(lengths, totals) if lengths else []
     rows: dict[int, list[Row]] = {}
     for index, ((g, i), c, weight) in enumerate(zip(chosen, completions, weights, strict=True)):
-        rows.setdefault(g, []).append(Row(index, c.token_ids, c.logprobs, credited.advantages[g][i], weight))
+        rollout = credited.groups[g].rollouts[i]
+        rows.setdefault(g, []).append(
+            Row(
+                index,
+                c.token_ids,
+                _behavior(rollout),
+                credited.advantages[g][i],
+                weight,
+                rollout.reward,
+                rollout.old or (),
+                rollout.peer or (),
+            )
+        )
     return [Piece(credited.groups[g].prompt.token_ids, tuple(r)) for g, r in rows.items()], totals
+
+
+def _behavior(rollout: Rollout) -> tuple[float, ...]:
+    """The generator's log-probs; of a hint's tokens the actor's own, which count as if it had sampled them."""
+    logprobs, hint = rollout.completion.logprobs, rollout.completion.hint_length
+    return rollout.old[:hint] + logprobs[hint:] if hint and rollout.old is not None else logprobs
+
+
+def everything(groups: Sequence[Group]) -> Credited:
+    """All rollouts, as they are before any is credited: to have their log-probs computed."""
+    return Credited(
+        tuple(groups),
+        tuple((0.0,) * len(g.rollouts) for g in groups),
+        tuple(tuple(range(len(g.rollouts))) for g in groups),
+    )
 
 
 def cut(piece: Piece, limit: int) -> list[Piece]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcgrpo import pretrained, rewards, tokenizer
+from hpcgrpo import models, pretrained, rewards, tokenizer
 from hpcgrpo.algorithms.igrpo import template_of
 from hpcgrpo.arithmetic import Arithmetic, arithmetic
 from hpcgrpo.check_report import gigabytes, show, show_options
@@ -24,8 +24,6 @@ from hpcgrpo.types import Completion, Prompt
 
 __all__ = ["check", "inputs", "show", "show_options"]
 
-# What vLLM's attention on a CPU has kernels for (0.32).
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 STATE_BYTES = 12  # of a checkpoint for each parameter: the float32 master and Adam's two moments
 SAMPLES = 32  # prompts of which one is graded
 DRAFT = "<think>reasoning of the draft</think><answer>its answer</answer>"
@@ -44,13 +42,13 @@ def inputs(run: RunConfig) -> list[Row]:
 
     Raises ValueError naming what is missing or wrong; imports neither torch nor transformers, needs no tokenizer.
     """
-    model = pretrained.find(run.model_name_or_path, offline=pretrained.hub_offline(run.cluster.slurm_setup))
-    _check_model(run, model)
+    offline = pretrained.hub_offline(run.cluster.slurm_setup)
+    model, peer = models.find(run, offline=offline)
     rows = load_rows(**run.data.rows())
     if run.eval is not None:
         load_rows(**run.eval.data.rows())
     counts = arithmetic(run, run.build_algorithm(), rows=len(rows))
-    disk(run, model, counts)
+    disk(run, model, peer, counts)
     return rows
 
 
@@ -62,8 +60,14 @@ def check(run: RunConfig) -> dict[str, Any]:
     for what would end the run.
     """
     notes, offline = Notes(), pretrained.hub_offline(run.cluster.slurm_setup)
-    model = pretrained.find(run.model_name_or_path, offline=offline)
-    _check_model(run, model)
+    model, peer = models.find(run, offline=offline)
+    if peer is not None and (unlike := models.unlike(run, model, peer)):
+        notes.warnings.append(unlike)
+    if peer is not None and peer.folder is None:
+        notes.not_checked.append(
+            f"peer.model_name_or_path: {peer.name} is not in the hub's cache, so neither its limits nor its tokenizer"
+            f" were looked at; load it once: hf download {peer.name}"
+        )
     rows = _rows(run.data, "data", offline, notes)
     if run.eval is not None:
         _rows(run.eval.data, "eval.data", offline, notes)
@@ -72,6 +76,11 @@ def check(run: RunConfig) -> dict[str, Any]:
     usable = len(prompts) if prompts else len(rows) if rows else run.data.max_samples
     algorithm = run.build_algorithm()
     counts = arithmetic(run, algorithm, usable)
+    if algorithm.hint_tokens and run.generation.backend == "vllm" and run.peer:
+        notes.warnings.append(
+            f"algorithm.hint_tokens {algorithm.hint_tokens}: {run.peer.vllm_engines} of each serve node's engines write"
+            f" hints in the first {algorithm.hint_epochs} pass(es) over the data, and idle after that"
+        )
     template = template_of(algorithm.options)
     shown = _shown(prompts, template, counts) if prompts else {}
     first = prompts.take(0, SAMPLES) if prompts else [_plain(row) for row in (rows or [])[:SAMPLES]]
@@ -81,76 +90,18 @@ def check(run: RunConfig) -> dict[str, Any]:
         "name": run.name,
         "algorithm": dict(algorithm.options),
         "counts": _counts(run, counts, usable),
-        "servers": _servers(run),
-        "model": _model(model),
+        "servers": models.servers(run),
+        "model": models.describe(model),
+        "peer": models.describe(peer) if peer is not None else None,
         "questions": usable,
         "questions_too_long": prompts.num_too_long if prompts else None,
         "answer_of_first": str(first[0].columns.get("answer")) if first else None,
         "prompts": shown,
         "rewards": graded(run, first, renderer, notes),
-        "checkpoints": _disk_report(run, model, counts, notes),
+        "checkpoints": _disk_report(run, model, peer, counts, notes),
         "warnings": [*notes.warnings, *_processors(run)],
         "not_checked": notes.not_checked,
     }
-
-
-# ---- model
-
-
-def _check_model(run: RunConfig, model: Pretrained) -> None:
-    """The model's limits against the run's lengths, its heads against the servers' GPUs."""
-    counts = arithmetic(run, run.build_algorithm(), rows=None)
-    if model.longest and counts.max_model_length > model.longest:
-        refine = counts.max_refine_prompt_length
-        also = f", or iGRPO's max_refine_prompt_length (now {refine})" if refine else ""
-        raise ConfigError(
-            f"the longest prompt and completion are {counts.max_model_length} tokens (draft included), but"
-            f" {run.model_name_or_path} takes {model.longest}; lower generation.max_completion_length or"
-            f" max_prompt_length{also}"
-        )
-    if run.generation.backend != "vllm":
-        return
-    split = run.generation.vllm_tensor_parallel_size
-    if model.heads and not _splits(model, split):
-        fits = [n for n in range(1, model.heads + 1) if _splits(model, n)]
-        fits = [n for n in fits if not run.cluster.gpus_per_node or run.cluster.gpus_per_node % n == 0]
-        raise ConfigError(
-            f"generation.vllm_tensor_parallel_size is {split}, which does not divide the model's {model.heads}"
-            f" attention heads and {model.kv_heads} key-value heads; use one of {', '.join(map(str, fits))}"
-            " (servers of one GPU each are the fastest where the model fits)"
-        )
-    if not _on_gpu(run) and model.head_dim and model.head_dim not in CPU_HEAD_DIMS:
-        raise ConfigError(
-            f"model_name_or_path {run.model_name_or_path}: heads of {model.head_dim} dimensions, which vLLM does not"
-            f" serve on a CPU (it serves {', '.join(map(str, CPU_HEAD_DIMS))}); use GPUs (cluster.gpus_per_node),"
-            " another model, or generation.backend=transformers"
-        )
-
-
-def _splits(model: Pretrained, split: int) -> bool:
-    heads, shared = model.heads or split, model.kv_heads or split
-    return heads % split == 0 and (shared % split == 0 or split % shared == 0)
-
-
-def _model(model: Pretrained) -> dict[str, Any]:
-    names = ("parameters", "heads", "kv_heads", "head_dim", "longest")
-    found = {name: getattr(model, name) or None for name in names}
-    return {"folder": str(model.folder) if model.folder else None, **found}
-
-
-def _on_gpu(run: RunConfig) -> bool:
-    return run.device == "cuda" or (run.device == "auto" and run.cluster.gpus_per_node > 0)
-
-
-def _servers(run: RunConfig) -> dict[str, int] | None:
-    """vLLM's servers: each has `gpus` GPUs (0: it runs on the CPU)."""
-    if run.generation.backend != "vllm":
-        return None
-    gpus = run.cluster.gpus_per_node if _on_gpu(run) else 0
-    split = run.generation.vllm_tensor_parallel_size
-    each = gpus // split if gpus else 1
-    nodes = run.cluster.vllm_nodes
-    return {"count": nodes * each, "nodes": nodes, "per_node": each, "gpus": split if gpus else 0}
 
 
 # ---- data and prompts
@@ -343,15 +294,19 @@ def _completion(text: str, renderer: Renderer | None) -> Completion:
 # ---- disk
 
 
-def disk(run: RunConfig, model: Pretrained, counts: Arithmetic) -> dict[str, int] | None:
+def disk(
+    run: RunConfig, model: Pretrained, peer: Pretrained | None, counts: Arithmetic
+) -> dict[str, int] | None:
     """Bytes of a checkpoint, of all that stand at once (one is being written), and free; None where that is unknown.
 
     Raises ConfigError where not even one fits.
     """
-    if not model.parameters:
+    saved = [model, *([peer] if peer is not None and run.build_algorithm().peer is not None else [])]
+    if not all(m.parameters for m in saved):
         return None
-    export = 2 if (run.train.bf16 if run.train.bf16 is not None else _on_gpu(run)) else 4
-    one = (STATE_BYTES + export) * model.parameters
+    parameters = sum(m.parameters for m in saved)
+    export = 2 if (run.train.bf16 if run.train.bf16 is not None else models.on_gpu(run)) else 4
+    one = (STATE_BYTES + export) * parameters
     saves = -(-counts.max_steps // run.train.save_steps)
     stand = min(saves, (run.train.save_total_limit or saves) + 1)
     try:
@@ -361,16 +316,16 @@ def disk(run: RunConfig, model: Pretrained, counts: Arithmetic) -> dict[str, int
     if free < one:
         raise ConfigError(
             f"output_dir {run.output_dir}: a checkpoint takes {gigabytes(one)} (float32 weights, two moments of Adam"
-            f" and the export of {model.parameters:,} parameters), but {gigabytes(free)} are free there; set output_dir"
+            f" and the export of {parameters:,} parameters), but {gigabytes(free)} are free there; set output_dir"
             " to a larger file system, or make room"
         )
     return {"bytes_each": one, "at_once": stand, "bytes_needed": one * stand, "bytes_free": free}
 
 
 def _disk_report(
-    run: RunConfig, model: Pretrained, counts: Arithmetic, notes: Notes
+    run: RunConfig, model: Pretrained, peer: Pretrained | None, counts: Arithmetic, notes: Notes
 ) -> dict[str, int] | None:
-    found = disk(run, model, counts)
+    found = disk(run, model, peer, counts)
     if found is None:
         notes.not_checked.append(
             "train.save_steps: the space that checkpoints take, without the model's weights"

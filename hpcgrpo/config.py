@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from hpcgrpo import rewards
+from hpcgrpo.algorithms.base import Algorithm
 from hpcgrpo.arithmetic import arithmetic
+from hpcgrpo.config_file import ConfigError, expand, override, read, read_tree, section_of, without_resets
 from hpcgrpo.sections import ClusterConfig, GenerationConfig, RunConfig, TrainConfig
+
+__all__ = ["ConfigError", "load", "parse", "read_tree", "to_yaml"]
 
 # Names of other systems -> where the same thing stands here.
 ALIASES = {
@@ -44,39 +47,17 @@ ALIASES = {
     "dataset_name": "data.name",
     "dataset_path": "data.path",
     "eval_steps": "eval.every_steps",
+    "extends": "a key of files alone, at their top level",
 }
 
 
-class ConfigError(ValueError):
-    """A configuration a user can mend: names the key, the value, the rule and the way out."""
-
-
 def load(path: str | Path | None, overrides: Sequence[str] = (), *, text: str | None = None) -> RunConfig:
-    """Read a YAML file and apply `key.sub=value` overrides; environment variables are expanded.
+    """Read a YAML file with what it `extends`, and apply `key.sub=value` overrides; environment variables are expanded.
 
-    Raises ConfigError for anything a user can mend, with the file and key.
+    `text` is read in the file's place. Raises ConfigError for anything a user can mend, with the file and key.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    source = str(path) if path is not None else "configuration"
-    if text is None:
-        text = _read(Path(str(path)))
-    try:
-        tree = OmegaConf.create(text)
-        if not OmegaConf.is_dict(tree):
-            raise ConfigError(
-                f"{source}: holds no mapping of keys to values; start from configs/quickstart.yaml"
-            )
-        for item in _checked(overrides):
-            key = item.partition("=")[0]
-            value = OmegaConf.select(OmegaConf.from_dotlist([item]), key)
-            OmegaConf.update(tree, key, value, merge=False, force_add=True)  # a mapping replaces, never mixes
-        values = OmegaConf.to_container(tree, resolve=True)
-    except (YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{source}: {' '.join(str(error).split())}") from None
-    return parse(values, source=source)
+    tree = override(read(path, text), overrides)
+    return _checked(tree.values, tree.source)
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -88,27 +69,33 @@ def to_yaml(config: RunConfig) -> str:
 
 def parse(values: Any, *, source: str = "configuration") -> RunConfig:
     """A RunConfig from plain values; algorithm and rewards are built once to check them."""
+    return _checked(values, lambda keys: source)
+
+
+def _checked(values: Any, where: Callable[[Sequence[str]], str]) -> RunConfig:
+    """`where` names the file that has a key."""
     try:
-        config = RunConfig.model_validate(_expand(values))
+        config = RunConfig.model_validate(expand(without_resets(values)))
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(source, e, values) for e in error.errors())) from None
+        raise ConfigError("\n".join(_explain(where, e) for e in error.errors())) from None
     try:
         algorithm = config.build_algorithm()
     except ValueError as error:
-        raise ConfigError(f"{source}: algorithm: {error}") from None
+        raise ConfigError(f"{where(['algorithm'])}: algorithm: {error}") from None
     try:
         rewards.build(
             config.rewards, max_completion_length=config.generation.max_completion_length, num_processes=1
         )
     except ValueError as error:
-        raise ConfigError(f"{source}: rewards: {error}") from None
+        raise ConfigError(f"{where(['rewards'])}: rewards: {error}") from None
     try:
         _check_schedule(config.train)
         _check_nodes(config.cluster, config.generation)
         _check_gpus(config.cluster, config.generation)
+        _check_peer(config, algorithm)
         arithmetic(config, algorithm, rows=None)
     except ValueError as error:
-        raise ConfigError(f"{source}: {error}") from None
+        raise ConfigError(f"{where([])}: {error}") from None
     return config
 
 
@@ -187,44 +174,36 @@ def _check_gpus(cluster: ClusterConfig, generation: GenerationConfig) -> None:
         )
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise ConfigError(f"{path}: no such configuration file{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+def _check_peer(config: RunConfig, algorithm: Algorithm) -> None:
+    """Whether there is a second policy where the algorithm has one, and none where it has not."""
+    if algorithm.needs_peer and config.peer is None:
+        what = "trains two policies" if algorithm.peer else "learns from a teacher"
+        raise ValueError(
+            f"peer: missing, but algorithm {algorithm.name} {what}; set peer.model_name_or_path to the other one"
+            " (model_name_or_path at the top is the one that samples)"
+        )
+    if config.peer is not None and not algorithm.needs_peer:
+        raise ValueError(
+            f"peer: {config.peer.model_name_or_path}, but algorithm {algorithm.name} has no second policy; leave peer"
+            " out, or use codistill, kdrl or opd"
+        )
+    if algorithm.peer is not None and config.train.learner != "fsdp":
+        raise ValueError(
+            f"train.learner: {config.train.learner} trains one policy; for algorithm {algorithm.name} use fsdp"
+        )
+    longest = config.generation.max_completion_length
+    if algorithm.hint_tokens >= longest:
+        raise ValueError(
+            f"algorithm.hint_tokens {algorithm.hint_tokens}: the actor would write nothing of a completion of"
+            f" generation.max_completion_length {longest} tokens; lower hint_tokens"
+        )
 
 
-def _checked(overrides: Sequence[str]) -> list[str]:
-    for item in overrides:
-        if not re.match(r"^[A-Za-z_][\w.\-:]*=", item):
-            raise ConfigError(f"override {item!r}: write it as key.sub=value, for example train.max_steps=10")
-    return list(overrides)
-
-
-def _expand(value: Any) -> Any:
-    """$NAME and ${NAME} in strings, from the environment; an unset one is an error."""
-    if isinstance(value, Mapping):
-        return {k: _expand(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_expand(v) for v in value]
-    if isinstance(value, str) and "$" in value:
-        expanded = os.path.expandvars(value)
-        unset = re.search(r"\$\{?([A-Z][A-Z0-9_]*)\}?", expanded)
-        if unset and unset[1] not in os.environ:
-            raise ConfigError(f"{value!r}: the environment variable {unset[1]} is not set")
-        return expanded
-    return value
-
-
-def _explain(source: str, error: Any, values: Any) -> str:
-    where = [str(p) for p in error["loc"]]
-    key = ".".join(where)
+def _explain(where: Callable[[Sequence[str]], str], error: Any) -> str:
+    keys = [str(p) for p in error["loc"]]
+    key, source = ".".join(keys), where(keys)
     if error["type"] == "extra_forbidden":
-        return f"{source}: {key}: unknown key{_hint(where)}"
+        return f"{source}: {key}: unknown key{_hint(keys)}"
     if error["type"] == "missing":
         return f"{source}: {key}: required, but missing"
     if error["type"] in ("model_type", "dict_type"):
@@ -240,7 +219,7 @@ def _explain(source: str, error: Any, values: Any) -> str:
 def _hint(where: Sequence[str]) -> str:
     section: Any = RunConfig
     for part in where[:-1]:
-        section = _section(section, part)
+        section = section_of(section, part)
     names = list(section.model_fields) if section else []
     if where[-1] in ALIASES:
         return f"; here it is {ALIASES[where[-1]]}"
@@ -248,7 +227,7 @@ def _hint(where: Sequence[str]) -> str:
     if near:
         return near
     homes = [
-        f"{n}.{where[-1]}" for n in RunConfig.model_fields if where[-1] in _fields(_section(RunConfig, n))
+        f"{n}.{where[-1]}" for n in RunConfig.model_fields if where[-1] in _fields(section_of(RunConfig, n))
     ]
     if homes:
         return f"; did you mean {homes[0]}?"
@@ -258,12 +237,6 @@ def _hint(where: Sequence[str]) -> str:
 def _near(name: str, names: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def _section(parent: Any, name: str) -> Any:
-    found = parent.model_fields.get(name) if parent else None
-    kinds = [found.annotation, *getattr(found.annotation, "__args__", ())] if found else []
-    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
 
 def _fields(section: Any) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from hpcgrpo.attempt import Attempt
 from hpcgrpo.config import ConfigError
@@ -21,15 +21,28 @@ from hpcgrpo.types import Stopped
 
 
 def build_generator(
-    config: RunConfig, trainer: Trainer, learner: FsdpLearner, tokenizer: Any, attempt: Attempt | None
+    config: RunConfig,
+    trainer: Trainer,
+    learner: FsdpLearner,
+    tokenizer: Any,
+    attempt: Attempt | None,
+    *,
+    policy: Literal["actor", "peer"] = "actor",
 ) -> Generator:
-    """What samples: a whole copy of the model on every rank, or the job's vLLM engines; both filled by a sync."""
+    """What samples: a whole copy of the model on every rank, or the job's vLLM engines; both filled by a sync.
+
+    `policy` says whose model it is; the peer's ends a completion where the actor's does.
+    """
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     if config.generation.backend == "vllm":
-        return engines_client(config, trainer, learner, decode, eos_token_ids(config, tokenizer), attempt)
+        ends = eos_token_ids(config, tokenizer)
+        return engines_client(config, trainer, learner, decode, ends, attempt, policy)
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(config.model_name_or_path, dtype=learner.dtype)
+    name = (
+        config.model_name_or_path if policy == "actor" or not config.peer else config.peer.model_name_or_path
+    )
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=learner.dtype)
     return TransformersGenerator(
         model.to(learner.device),
         decode=decode,
@@ -64,12 +77,13 @@ def engines_client(
     decode: Callable[..., str],
     ends: list[int],
     attempt: Attempt | None,
+    policy: str,
 ) -> VllmGenerator:
     """The client of the job's engines, once they are up."""
     generation = config.generation
     if attempt is None:
         raise ConfigError("generation.backend: vllm needs a job that starts the engines: hpcgrpo submit")
-    urls = await_engines(attempt, generation.vllm_server_timeout)
+    urls = await_engines(attempt, generation.vllm_server_timeout, policy)
     secret = (attempt.folder.parent / "secret").read_text().strip()
     sync = WeightSync(
         urls,
@@ -81,7 +95,7 @@ def engines_client(
         device=learner.device,
         bucket_bytes=generation.weight_sync_bucket_bytes,
         timeout_seconds=generation.weight_sync_timeout,
-        folder=attempt.folder / "weights",
+        folder=attempt.folder / ("weights" if policy == "actor" else f"weights-{policy}"),
         dtype=learner.dtype,
     )
     first = trainer.ranks.rank % len(urls)  # ranks with few requests do not all ask the same server
@@ -101,8 +115,8 @@ def engines_client(
     )
 
 
-def await_engines(attempt: Attempt, timeout_seconds: float) -> list[str]:
-    """The engines' urls, once the launcher says that they are up. Raises Stopped when told to stop before."""
+def await_engines(attempt: Attempt, timeout_seconds: float, policy: str = "actor") -> list[str]:
+    """The urls of a policy's engines, once the launcher says that they are up. Raises Stopped when told to stop."""
     deadline = time.monotonic() + timeout_seconds
     while (server := attempt.read("server")) is None:
         if attempt.urgent():
@@ -113,7 +127,7 @@ def await_engines(attempt: Attempt, timeout_seconds: float) -> list[str]:
                 f" engine-*.log in {attempt.folder}"
             )
         time.sleep(0.2)
-    return [engine["url"] for engine in server["engines"]]
+    return [e["url"] for e in server["engines"] if e.get("policy", "actor") == policy]
 
 
 def parity_check(

@@ -12,8 +12,9 @@ from hpcgrpo.types import Rollout, flatten
 
 def rollout_metrics(credited: Credited, progress: Any) -> dict[str, float]:
     """Rewards, lengths, outcomes and drafts of all ranks' rollouts; adds the step's counts to `progress`."""
-    rollouts = flatten([g.rollouts for g in credited.groups])
-    drafts = flatten([g.drafts for g in credited.groups])
+    samples = [g for g in credited.groups if g.stage == "sample"]
+    rollouts = flatten([g.rollouts for g in samples])
+    drafts = flatten([g.drafts or g.rollouts for g in credited.groups if g.drafts or g.stage == "draft"])
     everything = [*rollouts, *drafts]
     progress.num_tokens += sum(len(r.prompt.token_ids) + len(r.completion.token_ids) for r in everything)
     progress.num_completions += len(everything)
@@ -26,7 +27,7 @@ def rollout_metrics(credited: Credited, progress: Any) -> dict[str, float]:
     }
     if not rollouts:
         return metrics
-    groups = [g.rewards for g in credited.groups]
+    groups = [g.rewards for g in samples]
     uniform = [max(r) == min(r) for r in groups]
     return {
         **metrics,
@@ -36,7 +37,14 @@ def rollout_metrics(credited: Credited, progress: Any) -> dict[str, float]:
         **_parts(rollouts),
         **_lengths("completions", rollouts),
         **_drafts(credited, drafts),
+        **_hints(rollouts),
     }
+
+
+def _hints(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The share of completions that the peer began."""
+    hinted = sum(r.completion.hint_length > 0 for r in rollouts)
+    return {"completions/hinted": hinted / len(rollouts)} if hinted else {}
 
 
 def _parts(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -72,12 +80,15 @@ def _lengths(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
 def _drafts(credited: Credited, drafts: Sequence[Rollout]) -> dict[str, float]:
     if not drafts:
         return {}
-    best = [max(r.reward for r in g.drafts) for g in credited.groups if g.drafts]
+    chosen_from = [g.drafts or g.rollouts for g in credited.groups if g.drafts or g.stage == "draft"]
+    best = [max(r.reward for r in rows) for rows in chosen_from]
     return {
         "drafts/reward": fmean(r.reward for r in drafts),
         "drafts/best_reward": fmean(best),
         "drafts/mean_length": fmean(len(r.completion.token_ids) for r in drafts),
-        "drafts/prompt_length": fmean(len(g.prompt.token_ids) for g in credited.groups),
+        "drafts/prompt_length": fmean(
+            len(g.prompt.token_ids) for g in credited.groups if g.stage == "sample"
+        ),
     }
 
 
@@ -128,7 +139,17 @@ def rollout_rows(credited: Credited) -> Iterator[dict[str, Any]]:
             yield _rollout_row(draft, stage="draft")
         for i, rollout in enumerate(group.rollouts):
             advantage, kept = credited.advantages[g][i], i in credited.kept[g]
-            yield _rollout_row(rollout, stage="sample", advantage=advantage, kept=kept)
+            yield _rollout_row(
+                rollout, stage=group.stage, advantage=advantage, kept=kept, **_compared(rollout)
+            )
+
+
+def _compared(rollout: Rollout) -> dict[str, Any]:
+    """CoDistill's own: how many tokens were a hint, and the mean log-ratio of peer to actor, in nats a token."""
+    if rollout.old is None or rollout.peer is None:
+        return {}
+    ratio = fmean(p - o for p, o in zip(rollout.peer, rollout.old, strict=True))
+    return {"hint_length": rollout.completion.hint_length, "peer_log_ratio": round(ratio, 6)}
 
 
 def held_out_rows(answers: Mapping[str, Sequence[Rollout]]) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PHASES = ("explore", "generate", "grade", "exchange", "logprobs", "update", "sync", "save", "evaluate")
+PHASES = (
+    *("explore", "generate", "grade", "exchange", "compare", "logprobs", "update"),
+    *("peer_logprobs", "peer_update", "sync", "save", "evaluate"),
+)
 
 
 def samples_per_second(
@@ -62,6 +65,7 @@ class Profile:
     """Seconds by phase: of the step at hand, and in total over all attempts of the run."""
 
     step_seconds: dict[str, float] = field(default_factory=dict)
+    step_cpu_seconds: dict[str, float] = field(default_factory=dict)  # of this process, all its threads
     total_seconds: dict[str, float] = field(default_factory=dict)
     elapsed_before_seconds: float = 0.0  # earlier attempts, up to their last checkpoint
     started: float = field(default_factory=time.perf_counter)
@@ -71,17 +75,19 @@ class Profile:
     def phase(self, name: str) -> Iterator[None]:
         """Count the time of the block under `name`; blocks may nest, the outer then holds the inner's time too."""
         assert name in PHASES, name
-        begin = time.perf_counter()
+        begin, begin_cpu = time.perf_counter(), time.process_time()
         self.moved()
         try:
             yield
         finally:
             self.moved()
-            self.step_seconds[name] = self.step_seconds.get(name, 0.0) + time.perf_counter() - begin
+            spent, spent_cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
+            self.step_seconds[name] = self.step_seconds.get(name, 0.0) + spent
+            self.step_cpu_seconds[name] = self.step_cpu_seconds.get(name, 0.0) + spent_cpu
 
     def end_step(self) -> dict[str, float]:
-        """The step's phases, which are then added to the totals and cleared."""
-        done, self.step_seconds = self.step_seconds, {}
+        """The step's phases, which are then added to the totals and cleared; so are its CPU-seconds."""
+        done, self.step_seconds, self.step_cpu_seconds = self.step_seconds, {}, {}
         for name, seconds in done.items():
             self.total_seconds[name] = self.total_seconds.get(name, 0.0) + seconds
         return done

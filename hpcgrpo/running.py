@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -38,7 +38,6 @@ class Run:
     algorithm: Algorithm
     counts: Arithmetic
     trainer: Trainer
-    learner: FsdpLearner
     checkpoints: checkpoint.Checkpoints
     rewards: rewards.Rewards
     held_out: list[Prompt]
@@ -92,6 +91,8 @@ def _until_stopped(run: Run) -> Iterator[StepRecord]:
         if last or record.step % train.save_steps == 0:
             with trainer.profile.phase("save"):
                 save(run, wait=last)
+        if run.device.type == "cpu":  # on a shared machine the clock tells little
+            metrics |= {f"timing_cpu_s/{k}": v for k, v in trainer.profile.step_cpu_seconds.items()}
         phases = trainer.profile.end_step()
         now = time.perf_counter()
         metrics |= {f"timing_s/{name}": seconds for name, seconds in phases.items()}
@@ -137,9 +138,9 @@ def save(run: Run, *, wait: bool) -> None:
     try:
         run.checkpoints.start(
             progress.step,
-            state=run.learner.state(),
+            state=training_state(run.trainer),
             extra=extra,
-            export=lambda folder: export(run.learner, folder, run.learner.dtype, run.tokenizer),
+            export=lambda folder: _export(run, folder),
             wait=wait or not asynchronous,
         )
     except OSError as error:
@@ -150,6 +151,38 @@ def save(run: Run, *, wait: bool) -> None:
         return
     run.saved_step = progress.step
     run.save_seconds = max(run.save_seconds, time.perf_counter() - began)
+
+
+def _export(run: Run, folder: Path) -> Callable[[], None]:
+    """The actor in the checkpoint's folder as transformers loads it, a peer that trains in `peer` below it."""
+    writes = [
+        export(learner, folder / name if name else folder, learner.dtype, run.tokenizer)
+        for name, learner in _learners(run.trainer).items()
+    ]
+
+    def write() -> None:
+        for each in writes:
+            each()
+
+    return write
+
+
+def _learners(trainer: Trainer) -> dict[str, FsdpLearner]:
+    """The policies that train, by where they stand in a checkpoint; the actor at its top."""
+    peer = {"peer": trainer.peer.learner} if trainer.peer and trainer.algorithm.peer else {}
+    return cast("dict[str, FsdpLearner]", {"": trainer.learner, **peer})
+
+
+def training_state(trainer: Trainer) -> dict[str, Any]:
+    """The sharded state of every policy that trains, as torch.distributed.checkpoint takes it."""
+    states = {name: learner.state() for name, learner in _learners(trainer).items()}
+    return {**states.pop(""), **states}
+
+
+def load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Bring every policy that trains to a state made by `training_state`."""
+    for name, learner in _learners(trainer).items():
+        learner.load_state(state[name] if name else state)
 
 
 def lead(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -118,7 +119,19 @@ class EvalConfig(_Section):
     num_samples: int = Field(256, ge=1)
     temperature: float = Field(0.0, ge=0)
     two_pass: bool = False
+    draft_forms: bool | None = (
+        None  # first and last also after empty and spoilt drafts; None: of iGRPO, with two_pass
+    )
     refine_template: str | None = None  # None: iGRPO's own, else its default
+
+
+class PeerConfig(_Section):
+    """The other policy: CoDistill's large one, which trains too, or the frozen teacher of kdrl and opd."""
+
+    model_name_or_path: str
+    learning_rate: float | None = Field(None, gt=0)  # of a policy that trains; None: train.learning_rate
+    vllm_engines: int = Field(1, ge=1)  # of each serve node, that write its hints; the others are the actor's
+    vllm_tensor_parallel_size: int | None = Field(None, ge=1)  # None: generation.vllm_tensor_parallel_size
 
 
 class ClusterConfig(_Section):
@@ -177,6 +190,7 @@ class RunConfig(_Section):
     generation: GenerationConfig = GenerationConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig | None = None
+    peer: PeerConfig | None = None  # model_name_or_path above is the policy that samples
     cluster: ClusterConfig = ClusterConfig()
     seed: int = 0
     output_dir: str = "logs"
@@ -190,5 +204,23 @@ class RunConfig(_Section):
     def folder(self) -> Path:
         return Path(self.output_dir) / self.name
 
+    @property
+    def peer_gpus(self) -> int:
+        """GPUs of a serve node that the engines of the policy that writes hints take; 0 without hints or GPUs."""
+        if self.peer is None or not self.cluster.gpus_per_node or not self.build_algorithm().hint_tokens:
+            return 0
+        split = self.peer.vllm_tensor_parallel_size or self.generation.vllm_tensor_parallel_size
+        return self.peer.vllm_engines * split
+
     def build_algorithm(self) -> Algorithm:
-        return algorithms.build(self.algorithm)
+        """The algorithm, with what it takes over from other sections. Raises ValueError as `algorithms.build` does."""
+        return algorithms.build(_with_length(self.algorithm, self.generation.max_completion_length))
+
+
+def _with_length(spec: Any, length: int) -> Any:
+    """codistill's option `max_completion_length`, wherever it stands in a nested specification."""
+    if not isinstance(spec, Mapping):
+        return spec
+    base = {"base": _with_length(spec["base"], length)} if "base" in spec else {}
+    own = {"max_completion_length": length} if spec.get("name") == "codistill" else {}
+    return {**own, **spec, **base}

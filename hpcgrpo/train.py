@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hpcgrpo import rewards
-from hpcgrpo.algorithms.base import Algorithm
 from hpcgrpo.arithmetic import Arithmetic, arithmetic
 from hpcgrpo.attempt import Attempt
 from hpcgrpo.config import ConfigError
@@ -25,11 +25,12 @@ from hpcgrpo.learning import checkpoint
 from hpcgrpo.learning.attention import attention_choice
 from hpcgrpo.learning.fsdp import FsdpLearner
 from hpcgrpo.learning.schedule import schedule
+from hpcgrpo.models import check_one_vocabulary
 from hpcgrpo.profiler import Profile
-from hpcgrpo.running import Run, lead, steps
+from hpcgrpo.running import Run, lead, load_training_state, steps, training_state
 from hpcgrpo.sections import RunConfig
 from hpcgrpo.tasks import Prompts, Renderer, build_prompts, build_renderer, load_rows
-from hpcgrpo.trainer import Progress, Setup, Trainer
+from hpcgrpo.trainer import Peer, Progress, Setup, Trainer
 from hpcgrpo.types import Prompt, Stopped
 
 GATHER_MINUTES = 60  # how long a rank waits for the slowest one, on gloo
@@ -150,7 +151,9 @@ def assemble(config: RunConfig, ranks: GlooRanks, device: torch.device, attempt:
     score = rewards.build(
         config.rewards, max_completion_length=config.generation.max_completion_length, num_processes=graders
     )
-    learner = build_learner(config, algorithm, device)
+    learner = build_learner(
+        config, config.model_name_or_path, device, with_reference="reference" in algorithm.streams
+    )
     trainer = Trainer(
         algorithm=algorithm,
         generator=None,  # type: ignore[arg-type]  # set below: it calls the trainer back
@@ -163,21 +166,23 @@ def assemble(config: RunConfig, ranks: GlooRanks, device: torch.device, attempt:
         setup=setup(config, counts, device),
         progress=Progress(),
         profile=profile,
+        decode=partial(tokenizer.decode, skip_special_tokens=True),
         urgent=attempt.urgent if attempt is not None else lambda: False,
     )
     trainer.check_parity = parity_check(config, trainer, learner)
     trainer.generator = build_generator(config, trainer, learner, tokenizer, attempt)
+    if algorithm.needs_peer:
+        trainer.peer = build_peer(config, trainer, tokenizer, attempt, device)
     checkpoints = checkpoint.Checkpoints(
         config.folder / "checkpoints", config.train.save_total_limit, ranks.group
     )
-    resumed = resume(trainer, learner, checkpoints)
+    resumed = resume(trainer, checkpoints)
     held_out = held_out_prompts(config, renderer)
     return Run(
         config,
         algorithm,
         counts,
         trainer,
-        learner,
         checkpoints,
         score,
         held_out,
@@ -209,14 +214,24 @@ def held_out_prompts(config: RunConfig, renderer: Renderer) -> list[Prompt]:
     return chosen.take(0, len(chosen))
 
 
-def build_learner(config: RunConfig, algorithm: Algorithm, device: torch.device) -> FsdpLearner:
-    """The learner, with what the configuration leaves to the device decided."""
+def build_learner(
+    config: RunConfig,
+    model_name_or_path: str,
+    device: torch.device,
+    *,
+    with_reference: bool,
+    trained: bool = True,
+) -> FsdpLearner:
+    """A policy's learner, with what the configuration leaves to the device decided.
+
+    One that is not trained is a frozen FSDP2 model, whatever `train.learner` is.
+    """
     train, gpu = config.train, device.type == "cuda"
     attention, note = attention_choice(train.attn_implementation, device.type)
     if note and dist.get_rank() == 0:
         print(f"note: {note}", file=sys.stderr)
-    return learner_class(train.learner)(
-        config.model_name_or_path,
+    return learner_class(train.learner if trained else "fsdp")(
+        model_name_or_path,
         mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
         device=device,
         temperature=config.generation.temperature,
@@ -228,8 +243,33 @@ def build_learner(config: RunConfig, algorithm: Algorithm, device: torch.device)
         betas=(train.adam_beta1, train.adam_beta2),
         epsilon=train.adam_epsilon,
         max_grad_norm=train.max_grad_norm,
-        with_reference="reference" in algorithm.streams,
+        with_reference=with_reference,
+        trained=trained,
     )
+
+
+def build_peer(
+    config: RunConfig, trainer: Trainer, tokenizer: Any, attempt: Attempt | None, device: torch.device
+) -> Peer:
+    """The other policy: a learner of its own with a generator where it writes hints, or a frozen teacher."""
+    assert config.peer is not None  # checked where the configuration is read
+    from transformers import AutoTokenizer
+
+    model, rule = config.peer.model_name_or_path, trainer.algorithm.peer
+    theirs = AutoTokenizer.from_pretrained(model).get_vocab()
+    check_one_vocabulary(tokenizer.get_vocab(), theirs, (config.model_name_or_path, model))
+    learner = build_learner(
+        config,
+        model,
+        device,
+        with_reference=rule is not None and "reference" in rule.streams,
+        trained=rule is not None,
+    )
+    generator = None
+    if trainer.algorithm.hint_tokens:
+        generator = build_generator(config, trainer, learner, tokenizer, attempt, policy="peer")
+    factor = (config.peer.learning_rate or config.train.learning_rate) / config.train.learning_rate
+    return Peer(learner, lambda update: factor * trainer.learning_rate(update), generator)
 
 
 def learner_class(name: str) -> type[FsdpLearner]:
@@ -274,13 +314,13 @@ def setup(config: RunConfig, counts: Arithmetic, device: torch.device) -> Setup:
     )
 
 
-def resume(trainer: Trainer, learner: FsdpLearner, checkpoints: checkpoint.Checkpoints) -> Path | None:
-    """Bring learner and progress to the newest complete checkpoint, if there is one."""
+def resume(trainer: Trainer, checkpoints: checkpoint.Checkpoints) -> Path | None:
+    """Bring policies and progress to the newest complete checkpoint, if there is one."""
     path = trainer.ranks.gather(checkpoints.latest())[0]
     if path is None:
         return None
-    state, extra = checkpoint.load(path, learner.state())
-    learner.load_state(state)
+    state, extra = checkpoint.load(path, training_state(trainer))
+    load_training_state(trainer, state)
     trainer.progress = Progress(**extra["progress"])
     trainer.profile.elapsed_before_seconds = trainer.progress.elapsed_seconds
     trainer.profile.total_seconds = extra["phase_seconds"]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from hpcgrpo import batching
 from hpcgrpo.algorithms.base import Algorithm, Loss
-from hpcgrpo.metrics import learning_metrics, rollout_metrics
+from hpcgrpo.algorithms.codistill import kd_metrics
+from hpcgrpo.generation.hints import hinted
+from hpcgrpo.metrics import Update, learning_metrics, rollout_metrics
 from hpcgrpo.profiler import Profile
 from hpcgrpo.types import (
     Completion,
@@ -37,7 +40,17 @@ class Generator(Protocol):
 class Learner(Protocol):
     """One policy in training; every method is collective over the learner ranks."""
 
-    def prepare(self, micro_batches: Sequence[MicroBatch], *, old: bool, reference: bool) -> Any: ...
+    def prepare(
+        self, micro_batches: Sequence[MicroBatch], *, old: bool, reference: bool, progress: float
+    ) -> Any: ...
+
+    def logprobs_of(self, micro_batches: Sequence[MicroBatch]) -> dict[int, tuple[float, ...]]:
+        """Log-probs of every row's tokens at the present weights, by `Row.index`."""
+        ...
+
+    def as_peer(self, rows: Any) -> Any:
+        """Another learner's prepared rows with this policy's log-probs as their `peer` stream."""
+        ...
 
     def update(self, rows: Any, loss: Loss, *, learning_rate: float) -> dict[str, float]: ...
 
@@ -106,6 +119,15 @@ class StepRecord:
     held_out: Mapping[str, Sequence[Rollout]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Peer:
+    """The other policy: CoDistill's large one, or a frozen teacher."""
+
+    learner: Learner
+    learning_rate: Callable[[int], float]  # of the n-th optimizer step, where it trains
+    generator: Generator | None = None  # samples from it, where it writes hints
+
+
 @dataclass
 class Trainer:
     """Runs the loop; every rank runs the same program."""
@@ -121,6 +143,8 @@ class Trainer:
     setup: Setup
     progress: Progress
     profile: Profile
+    peer: Peer | None = None
+    decode: Callable[[Sequence[int]], str] | None = None  # token ids -> text; of hinted completions
     urgent: Callable[[], bool] = lambda: False  # whether to stop without finishing the step
     check_parity: Callable[[Sequence[Any]], None] | None = (
         None  # of the first rows trained on after any start
@@ -134,8 +158,13 @@ class Trainer:
         while self.progress.step < self.setup.max_steps:
             with self.profile.phase("explore"):
                 groups = self.explore()
+            if self.algorithm.compares:
+                groups = self.compare(groups)
             credited = batching.credit(groups, self.algorithm)
             metrics = self.learn(credited)
+            if self.algorithm.peer is not None:
+                metrics |= self.learn_peer(groups, self.algorithm.peer)
+            self.progress.updates += int(metrics["updates"])
             self.progress.step += 1
             with self.profile.phase("sync"):
                 self.sync()
@@ -143,6 +172,7 @@ class Trainer:
                 self.progress.step,
                 {
                     **rollout_metrics(credited, self.progress),
+                    **kd_metrics(groups, self.algorithm.options),
                     "completions/discarded": float(self.discarded),
                     "prompts/dropped": float(self.dropped),
                     **metrics,
@@ -163,7 +193,8 @@ class Trainer:
             shares = self.exchange((whole, exploration.sampled, len(groups) - len(whole)))
         self.progress.position = exploration.position
         everyone = sorted((g for share, _, _ in shares for g in share), key=lambda g: g.prompt.position)
-        chosen = everyone[: self.setup.prompts_per_step]
+        taken = sorted({g.prompt.position for g in everyone})[: self.setup.prompts_per_step]
+        chosen = [g for g in everyone if taken and g.prompt.position <= taken[-1]]
         used = sum(len(g.rollouts) + len(g.drafts) for g in chosen)
         self.discarded = sum(sampled for _, sampled, _ in shares) - used
         self.dropped = sum(dropped for _, _, dropped in shares)
@@ -192,38 +223,84 @@ class Trainer:
             self.sync()
         return "starved" in kinds
 
+    def compare(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups with every rollout's log-probs under both policies; collective."""
+        assert self.peer is not None, "an algorithm that compares needs a peer"
+        plan = self.plan(batching.everything(groups), self.algorithm)
+        mine = plan.micro_batches[self.ranks.rank]
+        with self.profile.phase("compare"):
+            found = self.ranks.gather((self.learner.logprobs_of(mine), self.peer.learner.logprobs_of(mine)))
+        old, peer = ({i: row for share in found for i, row in share[which].items()} for which in (0, 1))
+        pairs = iter([(old[i], peer[i]) for i in range(plan.totals.rows)])
+        return [
+            replace(
+                g,
+                rollouts=tuple(
+                    replace(r, old=o, peer=p) for r, (o, p) in zip(g.rollouts, pairs, strict=False)
+                ),
+            )
+            for g in groups
+        ]
+
     def learn(self, credited: batching.Credited) -> dict[str, float]:
-        """Train on the step's groups: `num_iterations` passes over its optimizer steps."""
-        setup, algorithm = self.setup, self.algorithm
-        plans = [self.plan(part) for part in batching.split(credited, setup.batches_per_step)]
+        """Train the actor on the step's groups."""
+        return self._train(self.learner, self.algorithm, self.learning_rate, credited, "")
+
+    def learn_peer(self, groups: Sequence[Group], algorithm: Algorithm) -> dict[str, float]:
+        """Train the other policy on the same groups; its ratio is over the actor at sampling time, or (`peer_after`)
+        after its update. -> its metrics, under peer/."""
+        assert self.peer is not None, "an algorithm for a peer needs one"
+        credited = batching.credit(groups, algorithm)
+        if algorithm.peer_after:
+            credited = replace(credited, groups=tuple(self.compare(groups)))
+        metrics = self._train(self.peer.learner, algorithm, self.peer.learning_rate, credited, "peer_")
+        return {f"peer/{name}": value for name, value in metrics.items()}
+
+    def _train(
+        self,
+        learner: Learner,
+        algorithm: Algorithm,
+        learning_rate: Callable[[int], float],
+        credited: batching.Credited,
+        phase: str,
+    ) -> dict[str, float]:
+        """`num_iterations` passes of one policy over the step's optimizer steps."""
+        setup = self.setup
+        plans = [self.plan(part, algorithm) for part in batching.split(credited, setup.batches_per_step)]
         plans = [p for p in plans if p.totals.rows]  # nothing kept: no gradient, no optimizer step
-        with self.profile.phase("logprobs"):
-            prepared = [
-                self.learner.prepare(
-                    p.micro_batches[self.ranks.rank],
-                    old=len(plans) * setup.num_iterations > 1,
-                    reference="reference" in algorithm.streams,
-                )
-                for p in plans
-            ]
-            if prepared and self.check_parity is not None:
+        with self.profile.phase(f"{phase}logprobs"):
+            prepared = [self._prepared(learner, algorithm, p, len(plans)) for p in plans]
+            if prepared and self.check_parity is not None and learner is self.learner:
                 self.check_parity(prepared[0])
                 self.check_parity = None
-        done = []
-        with self.profile.phase("update"):
+        done: list[Update] = []
+        with self.profile.phase(f"{phase}update"):
             for _ in range(setup.num_iterations):
                 for p, rows in zip(plans, prepared, strict=True):
-                    rate = self.learning_rate(self.progress.updates)
-                    sums = self.learner.update(rows, algorithm.loss, learning_rate=rate)
+                    rate = learning_rate(self.progress.updates + len(done))
+                    sums = learner.update(rows, algorithm.loss, learning_rate=rate)
                     done.append((self.ranks.gather(sums), p.totals.tokens, rate))
-                    self.progress.updates += 1
         return learning_metrics(done, plans)
 
-    def plan(self, part: batching.Credited) -> batching.Plan:
+    def _prepared(self, learner: Learner, algorithm: Algorithm, plan: batching.Plan, plans: int) -> Any:
+        """One optimizer step's rows of this rank, with every log-prob that the loss needs."""
+        known = self.algorithm.compares  # the rows bring them along
+        rows = learner.prepare(
+            plan.micro_batches[self.ranks.rank],
+            old=not known and plans * self.setup.num_iterations > 1,
+            reference="reference" in algorithm.streams,
+            progress=self.progress.step / self.setup.max_steps,
+        )
+        if "peer" in algorithm.streams and not known:
+            assert self.peer is not None, "an algorithm with a teacher needs one"
+            rows = self.peer.learner.as_peer(rows)
+        return rows
+
+    def plan(self, part: batching.Credited, algorithm: Algorithm) -> batching.Plan:
         """One optimizer step shared out over the ranks."""
         return batching.plan(
             part,
-            self.algorithm,
+            algorithm,
             ranks=self.ranks.size,
             token_budget=self.setup.token_budget,
             max_completion_length=self.setup.max_completion_length,
@@ -232,19 +309,24 @@ class Trainer:
         )
 
     def sync(self) -> None:
-        """Push the policy's weights to the generator."""
+        """Push the policy's weights to the generator, and the peer's while it still writes hints."""
         self.generator.update_weights(self.learner.full_parameters, self.progress.updates)
+        hints = self.progress.position < self.algorithm.hint_epochs * len(self.prompts)
+        if hints and self.peer is not None and self.peer.generator is not None:
+            self.peer.generator.update_weights(self.peer.learner.full_parameters, self.progress.updates)
 
-    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def _generate(
+        self, generator: Generator, requests: Sequence[Request], sampling: Sampling
+    ) -> list[Completion]:
         try:
-            return self.generator.generate(requests, sampling)
+            return generator.generate(requests, sampling)
         except Stopped as stop:
             if not stop.agreed:  # the other ranks are in `exchange`, or on their way there
                 self.ranks.gather(("stop", None))
             raise Stopped(agreed=True) from None
 
     def rollouts(
-        self, prompts: Sequence[Prompt], num: int, stage: str, sampling: Sampling
+        self, prompts: Sequence[Prompt], num: int, stage: str, sampling: Sampling, hint_tokens: int = 0
     ) -> list[tuple[Rollout, ...]]:
         """Sample and grade `num` completions of each prompt; seeds follow from (seed, position, stage, sample)."""
         requests = [
@@ -253,12 +335,20 @@ class Trainer:
             for i in range(num)
         ]
         with self.profile.phase("generate"):
-            completions = self._generate(requests, sampling)
+            if hint_tokens:
+                completions = self._hinted(requests, sampling, hint_tokens)
+            else:
+                completions = self._generate(self.generator, requests, sampling)
         repeated = [p for p in prompts for _ in range(num)]
         with self.profile.phase("grade"):
             scores = self.score(repeated, completions)
         made = [Rollout(*parts) for parts in zip(repeated, completions, scores, strict=True)]
         return [tuple(made[i : i + num]) for i in range(0, len(made), num)]
+
+    def _hinted(self, requests: Sequence[Request], sampling: Sampling, length: int) -> list[Completion]:
+        assert self.peer is not None and self.peer.generator is not None and self.decode is not None
+        begin, go_on = (partial(self._generate, g) for g in (self.peer.generator, self.generator))
+        return hinted(requests, sampling, length=length, begin=begin, go_on=go_on, decode=self.decode)
 
 
 @dataclass
@@ -270,12 +360,12 @@ class Exploration:
     sampled: int = 0  # completions of this rank, drafts included
 
     def __call__(
-        self, prompts: Sequence[Prompt], num: int, stage: str = "sample"
+        self, prompts: Sequence[Prompt], num: int, stage: str = "sample", *, hint_tokens: int = 0
     ) -> list[tuple[Rollout, ...]]:
         setup = self.trainer.setup
         sampling = Sampling(setup.temperature, setup.max_completion_length)
         self.sampled += len(prompts) * num
-        return self.trainer.rollouts(prompts, num, stage, sampling)
+        return self.trainer.rollouts(prompts, num, stage, sampling, hint_tokens)
 
     def refine(
         self,

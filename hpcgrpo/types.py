@@ -30,6 +30,7 @@ class Prompt:
     token_ids: tuple[int, ...]  # [P]
     columns: Mapping[str, Any] = field(default_factory=dict)  # the row; rewards get it by name
     conversational: bool = False  # the row gave messages, so rewards get messages (TRL's rule)
+    epoch: int = 0  # the pass over the data that it belongs to
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Completion:
     text: str  # decoded without special tokens
     seed: int
     weights_version: int = 0  # optimizer steps behind the weights that sampled it
+    hint_length: int = 0  # its first tokens that the peer wrote (CoDistill), with the peer's log-probs
 
 
 class Stopped(Exception):
@@ -87,6 +89,10 @@ class Rollout:
     prompt: Prompt  # what it was conditioned on (iGRPO's q' for a refinement)
     completion: Completion
     score: Score
+    old: tuple[float, ...] | None = (
+        None  # [C] log-probs of the actor before the step, where they are compared
+    )
+    peer: tuple[float, ...] | None = None  # [C] log-probs of the other policy before the step
 
     @property
     def reward(self) -> float:
@@ -99,7 +105,8 @@ class Group:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]  # [G]
-    drafts: tuple[Rollout, ...] = ()  # [N], iGRPO's stage 1; never trained on
+    drafts: tuple[Rollout, ...] = ()  # [N], iGRPO's stage 1; not trained on as part of this group
+    stage: Literal["sample", "draft"] = "sample"  # draft: a group of drafts that are trained on too
     rank: int = 0  # the learner rank that asked for it
 
     @property
@@ -116,6 +123,9 @@ class Row:
     behavior: tuple[float, ...]  # [C] the generator's log-probs
     advantage: float
     weight: float  # of each of its tokens in the loss
+    reward: float = 0.0
+    old: tuple[float, ...] = ()  # [C] log-probs before the step, where they are known already
+    peer: tuple[float, ...] = ()  # [C] log-probs of the other policy, where they are known already
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +167,8 @@ class Batch:
     behavior: Tensor | None = None  # [T] log-probs of the generator
     reference: Tensor | None = None  # [T] log-probs of the frozen initial model
     peer: Tensor | None = None  # [T] log-probs of the other policy
+    rewards: Tensor | None = None  # [T] float32, the reward of a token's row
+    progress: float = 0.0  # share of the run's optimizer steps that lie behind, 0 to 1
 
 
 def stable_seed(*parts: int | str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -37,16 +37,21 @@ class Tabular:
         rows = torch.stack([self.logits(c) for c in contexts]).log_softmax(-1)
         return rows[torch.arange(len(contexts)), torch.tensor(token_ids)]
 
-    def sample(self, prompt: Prompt, seed: int) -> Completion:
+    def sample(
+        self, prompt: Prompt, seed: int, peer: Tabular | None = None, hint_tokens: int = 0
+    ) -> Completion:
+        """A completion, whose first `hint_tokens` tokens the peer writes."""
         rng = random.Random(seed)
         tokens: list[int] = []
         logprobs: list[float] = []
         while len(tokens) < MAX_LENGTH and (not tokens or tokens[-1] != END):
-            p = self.logits(prompt.token_ids + tuple(tokens)).detach().softmax(-1)
+            writer = peer if peer is not None and len(tokens) < hint_tokens else self
+            p = writer.logits(prompt.token_ids + tuple(tokens)).detach().softmax(-1)
             tokens.append(rng.choices(range(VOCAB), p.tolist())[0])
             logprobs.append(p[tokens[-1]].log().item())
         reason: FinishReason = "stop" if tokens[-1] == END else "length"
-        return Completion(tuple(tokens), tuple(logprobs), reason, " ".join(map(str, tokens)), seed)
+        text, hint = " ".join(map(str, tokens)), min(hint_tokens, len(tokens))
+        return Completion(tuple(tokens), tuple(logprobs), reason, text, seed, hint_length=hint)
 
     def gradient(self) -> dict[Context, Tensor]:
         return {c: row.grad if row.grad is not None else torch.zeros(VOCAB) for c, row in self.table.items()}
@@ -93,19 +98,21 @@ class TableRollouts:
     collective: list[str] = field(default_factory=list)
     asked: list[tuple[int, int, str]] = field(default_factory=list)  # (position, num, stage)
     round: int = 0
+    peer: Tabular | None = None  # writes hints
 
     def first(self) -> list[Prompt]:
         start = self.round * self.batch
         return [prompt(i) for i in range(start, start + self.batch) if i % self.ranks == self.rank]
 
     def __call__(
-        self, prompts: Sequence[Prompt], num: int, stage: str = "sample"
+        self, prompts: Sequence[Prompt], num: int, stage: str = "sample", *, hint_tokens: int = 0
     ) -> list[tuple[Rollout, ...]]:
+        assert not hint_tokens or self.peer is not None, "hints need a peer"
         self.asked += [(q.position, num, stage) for q in prompts]
-        return [tuple(self._rollout(q, i, stage) for i in range(num)) for q in prompts]
+        return [tuple(self._rollout(q, i, stage, hint_tokens) for i in range(num)) for q in prompts]
 
-    def _rollout(self, q: Prompt, sample: int, stage: str) -> Rollout:
-        c = self.policy.sample(q, stable_seed(0, q.position, stage, sample))
+    def _rollout(self, q: Prompt, sample: int, stage: str, hint_tokens: int) -> Rollout:
+        c = self.policy.sample(q, stable_seed(0, q.position, stage, sample), self.peer, hint_tokens)
         return Rollout(q, c, Score(self.reward(q, c), {}))
 
     def refine(
@@ -132,6 +139,18 @@ class TableRollouts:
         return self.reduce(count)
 
 
+def compared(groups: Sequence[Group], small: Tabular, large: Tabular) -> list[Group]:
+    """The groups with both policies' log-probs on every rollout; a hint's tokens count as the small one's."""
+
+    def both(r: Rollout) -> Rollout:
+        old, peer = (tuple(p.logprobs(r.prompt, r.completion.token_ids).tolist()) for p in (small, large))
+        hint = r.completion.hint_length
+        behavior = old[:hint] + r.completion.logprobs[hint:]
+        return replace(r, old=old, peer=peer, completion=replace(r.completion, logprobs=behavior))
+
+    return [replace(g, rollouts=tuple(map(both, g.rollouts))) for g in groups]
+
+
 # ---- one optimizer step, written the plain way
 
 
@@ -143,9 +162,12 @@ def step(
     *,
     old: Tabular | None = None,
     reference: Tabular | None = None,
+    peer: Tabular | None = None,
+    progress: float = 0.0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Metrics, dict[Context, Tensor]]:
     """Loss, metrics (sums and extremes) and gradient of a step whose kept rows are cut into `pieces`."""
+    streams = {"old": old, "reference": reference, "peer": peer}
     advantages = algorithm.credit(groups)
     kept = algorithm.select(groups, advantages)
     rows = [(groups[g].rollouts[i], advantages[g][i]) for g, indices in enumerate(kept) for i in indices]
@@ -156,7 +178,8 @@ def step(
     loss, metrics = torch.zeros((), dtype=dtype), dict[str, Tensor]()
     for piece in pieces(len(rows)):
         chosen = [(rows[i][0], rows[i][1], weights[i]) for i in piece]
-        new, batch = _batch(chosen, policy, old, reference, dtype)
+        new, batch = _batch(chosen, policy, streams, dtype)
+        batch = replace(batch, progress=progress)
         value, sums = algorithm.loss(new, batch)
         value.backward()
         loss = loss + value.detach()
@@ -180,8 +203,7 @@ def _merge(name: str, a: Tensor, b: Tensor) -> Tensor:
 def _batch(
     rows: Sequence[tuple[Rollout, float, float]],
     policy: Tabular,
-    old: Tabular | None,
-    reference: Tabular | None,
+    streams: Mapping[str, Tabular | None],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Batch]:
     def logprobs(of: Tabular) -> Tensor:
@@ -195,8 +217,8 @@ def _batch(
         lengths=lengths,
         advantages=torch.tensor([a for _, a, _ in rows], dtype=dtype).repeat_interleave(lengths),
         weights=torch.tensor([w for _, _, w in rows], dtype=dtype).repeat_interleave(lengths),
-        old=None if old is None else logprobs(old),
         behavior=torch.tensor(behavior, dtype=dtype),
-        reference=None if reference is None else logprobs(reference),
+        rewards=torch.tensor([r.reward for r, _, _ in rows], dtype=dtype).repeat_interleave(lengths),
+        **{name: None if of is None else logprobs(of) for name, of in streams.items()},
     )
     return logprobs(policy), batch

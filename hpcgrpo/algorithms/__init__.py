@@ -8,10 +8,22 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hpcgrpo.algorithms.base import Algorithm
+from hpcgrpo.algorithms.codistill import codistill
 from hpcgrpo.algorithms.cppo import cppo
+from hpcgrpo.algorithms.distill import kdrl, learns_from_one, opd
+from hpcgrpo.algorithms.downsample import gfpo, pods
 from hpcgrpo.algorithms.grpo import bnpo, dapo, dr_grpo, gmpo, grpo, gspo
 from hpcgrpo.algorithms.igrpo import igrpo
-from hpcgrpo.algorithms.schema import Builder, check_types, nearest, option_types, parameters, type_text
+from hpcgrpo.algorithms.schema import (
+    Builder,
+    check_types,
+    layers,
+    nearest,
+    option_types,
+    parameters,
+    require,
+    type_text,
+)
 
 __all__ = ["ALGORITHMS", "Algorithm", "OptionRow", "build", "describe"]
 
@@ -24,10 +36,15 @@ ALGORITHMS: dict[str, Builder] = {
     "bnpo": bnpo,
     "igrpo": igrpo,
     "cppo": cppo,
+    "pods": pods,
+    "gfpo": gfpo,
+    "kdrl": kdrl,
+    "opd": opd,
+    "codistill": codistill,
 }
 DEFAULT_BASE = {"name": "grpo"}
 
-# Other systems' names (TRL, verl, OpenRLHF, NeMo-RL, open-instruct, prime-rl, CPPO's code) for our options.
+# Other systems' names (TRL, verl, OpenRLHF, NeMo-RL, open-instruct, prime-rl, slime, CPPO's code) for our options.
 ALIASES = {
     "clip_ratio": "epsilon",
     "clip_ratio_low": "epsilon",
@@ -62,7 +79,13 @@ ALIASES = {
     "pruning": "pruning_rate",
     "metric": "prune_metric",
     "scope": "prune_scope",
+    "num_remains_in_group": "num_train",
+    "opd_kl_coef": "kd_coef",
+    "alpha": "kd_alpha",
+    "hint_length": "hint_tokens",
 }
+# What some of our algorithms call by another of our names.
+ALSO = {"num_generations": "num_rollouts", "kl_estimator": "kd_estimator", "prune_metric": "metric"}
 LOSS_AGG_NAMES = {
     "grpo": "seq_mean_token_mean",
     "dapo": "token_mean",
@@ -103,6 +126,16 @@ def build(spec: Mapping[str, Any], *, where: str = "") -> Algorithm:
     algorithm or option (with the nearest name, or ours for another system's), a wrong type, or a value that
     its rule does not allow.
     """
+    algorithm = _built(spec, where)
+    for depth, layer in enumerate(layers(algorithm.options)):
+        place, num = where + "base." * depth, layer.get("num_generations", 2)
+        rule = "a group needs at least 2 completions to compare; one is enough for opd with advantage_coef 0 alone"
+        require(num >= 2 or learns_from_one(algorithm), f"{place}num_generations", num, rule)
+    return algorithm
+
+
+def _built(spec: Mapping[str, Any], where: str) -> Algorithm:
+    """The algorithm of a specification, whatever stands around it."""
     builder, name = _builder(spec, where), spec.get("name")
     given = {key: value for key, value in spec.items() if key != "name"}
     known = option_types(builder)
@@ -110,7 +143,7 @@ def build(spec: Mapping[str, Any], *, where: str = "") -> Algorithm:
         if key not in known:
             raise ValueError(f"{where}{key}: {_unknown_option(str(name), str(key), value)}")
     if "base" in known:
-        given["base"] = build(given.get("base", DEFAULT_BASE), where=f"{where}base.")
+        given["base"] = _built(given.get("base", DEFAULT_BASE), f"{where}base.")
     missing = [key for key, p in parameters(builder).items() if p.default is p.empty and key not in given]
     if missing:
         raise ValueError(f"{where}{missing[0]} is missing: {name} needs it ({_docs(builder)[missing[0]]})")
@@ -145,8 +178,8 @@ def _builder(spec: Mapping[str, Any], where: str) -> Builder:
 
 def _unknown_option(algorithm: str, key: str, value: Any) -> str:
     """Why `algorithm` has no option `key`, and what to write instead."""
-    ours = ALIASES.get(key, key)
-    options = option_types(ALGORITHMS[algorithm])
+    ours, options = ALIASES.get(key, key), option_types(ALGORITHMS[algorithm])
+    ours = ours if ours in options or ALSO.get(ours) not in options else ALSO[ours]
     if key in ELSEWHERE:
         return f"this belongs under {ELSEWHERE[key]}:, not under the algorithm"
     if ours in options:

@@ -19,9 +19,12 @@ class Rollouts(Protocol):
     """
 
     def __call__(
-        self, prompts: Sequence[Prompt], num: int, stage: str = "sample"
+        self, prompts: Sequence[Prompt], num: int, stage: str = "sample", *, hint_tokens: int = 0
     ) -> list[tuple[Rollout, ...]]:
-        """Sample and grade `num` completions of each prompt. `stage` enters the sampling seeds."""
+        """Sample and grade `num` completions of each prompt. `stage` enters the sampling seeds.
+
+        The peer writes the first `hint_tokens` tokens of each, the actor goes on from there.
+        """
         ...
 
     def refine(
@@ -57,7 +60,7 @@ Loss = Callable[
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One policy's training rule.
+    """One policy's training rule, and with `peer` that of a second policy on the same groups.
 
     `explore`, `credit` and `select` see whole groups, `weigh` all kept rows of an optimizer step in the global
     order (the same on every rank), `loss` one micro-batch. None of them does I/O.
@@ -72,5 +75,19 @@ class Algorithm:
     num_generations: int  # G, completions a group
     num_drafts: int = 0  # N, further completions a prompt that are never trained on
     batch_share: int = 0  # completions of train_batch_size that one prompt takes up
-    streams: frozenset[str] = frozenset()  # further log-probs the loss needs: {"reference"}
+    streams: frozenset[str] = frozenset()  # further log-probs the loss needs: reference, peer
+    compares: bool = (
+        False  # `credit` needs every rollout's log-probs under both policies (Rollout.old, .peer)
+    )
+    peer: Algorithm | None = (
+        None  # how the other policy trains on the groups; None: it is frozen, or there is none
+    )
+    peer_after: bool = False  # the peer's ratio divides by the actor after its update, not at sampling time
+    hint_tokens: int = 0  # tokens that the peer writes first, in the first `hint_epochs` passes over the data
+    hint_epochs: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)  # the resolved specification, for config.yaml
+
+    @property
+    def needs_peer(self) -> bool:
+        """Whether there must be a second model: a policy that trains too, or a frozen teacher."""
+        return self.peer is not None or self.compares or "peer" in self.streams or self.hint_tokens > 0

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from hpcgrpo.algorithms.base import Algorithm, Select, Weigh
-from hpcgrpo.algorithms.schema import check_types, require
+from hpcgrpo.algorithms.schema import check_types, refuse, require
 from hpcgrpo.types import Group, Totals, stable_seed
 
 PruneMetric = Literal["smallest", "largest", "random", "smallest_raw", "largest_raw"]
 PruneScope = Literal["group", "rank", "global"]
 NormaliseBy = Literal["kept", "group"]
 PruneTieBreak = Literal["first", "balanced"]
+
+STILL_TAUGHT = (
+    "its teacher teaches a completion with advantage 0 as well, so a small advantage is no reason to go"
+)
+REFUSED = {
+    "cppo": "it prunes already; raise its pruning_rate instead",
+    "pods": "in a subset of max variance all |A| are nearly equal, so ties would decide; lower its num_train instead",
+    "codistill": "it down-samples already; lower its num_train instead",
+    "kdrl": STILL_TAUGHT,
+    "opd": STILL_TAUGHT,
+    "igrpo.train_drafts": "its drafts are groups of another size; without train_drafts it works",
+}
 
 
 class Candidate(NamedTuple):
@@ -48,19 +60,23 @@ def cppo(
         tie_break: at equal metric: lowest index first, or positive and negative advantages in turn
         allocation: a prompt takes up k instead of G of train_batch_size: more prompts fill the step
 
-    Prunes what `base` selects; where that is fewer than k, all of it stays. With `pruning_rate` 0 this is
-    `base`, bit by bit. Raises ValueError for a value that is not allowed and for a base that prunes already.
+    Prunes what `base` selects; where that is fewer than k, all of it stays. Over gfpo, G is its num_train. With `pruning_rate` 0 this is
+    `base`, bit by bit. Raises ValueError for a value that is not allowed and for a base that chooses by
+    advantage already or teaches by more than advantages.
     """
     options = dict(locals())
     check_types(cppo, options)
     way_out = "0 <= pruning_rate < 1; at 1 nothing would be left to train, at 0 this is its base"
     require(0 <= pruning_rate < 1, "pruning_rate", pruning_rate, way_out)
-    require(not _prunes(base.options), "base", base.name, "it prunes already; raise its pruning_rate instead")
-    kept = num_kept(base.num_generations, pruning_rate)
+    refuse(base.name, base.options, REFUSED)
+    whole = base.batch_share == base.num_generations
+    rule = "group counts all that is sampled, and its base trains a part of it; write normalise_by: kept"
+    require(whole or normalise_by == "kept", "normalise_by", normalise_by, rule)
+    kept = num_kept(base.batch_share, pruning_rate)
     return replace(
         base,
         name="cppo",
-        select=_prune(base.select, pruning_rate, prune_metric, prune_scope, tie_break),
+        select=_prune(base, pruning_rate, prune_metric, prune_scope, tie_break),
         weigh=_by_sampled(base.weigh) if normalise_by == "group" and pruning_rate else base.weigh,
         batch_share=kept if allocation else base.batch_share,
         options={"name": "cppo", **options, "base": dict(base.options)},
@@ -73,20 +89,20 @@ def num_kept(count: int, pruning_rate: float) -> int:
 
 
 def _prune(
-    base: Select, rate: float, metric: PruneMetric, scope: PruneScope, tie_break: PruneTieBreak
+    base: Algorithm, rate: float, metric: PruneMetric, scope: PruneScope, tie_break: PruneTieBreak
 ) -> Select:
     scope_of = SCOPES[scope]
 
     def select(groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[tuple[int, ...]]:
-        sampled: Counter[Hashable] = Counter()
+        whole: Counter[Hashable] = Counter()
         candidates: dict[Hashable, list[Candidate]] = defaultdict(list)
-        for g, indices in enumerate(base(groups, advantages)):
+        for g, indices in enumerate(base.select(groups, advantages)):
             scope_name = scope_of(g, groups[g])
-            sampled[scope_name] += len(groups[g].rollouts)
+            whole[scope_name] += min(len(groups[g].rollouts), base.batch_share)
             candidates[scope_name] += _candidates(g, groups[g], advantages[g], indices)
         kept: list[list[int]] = [[] for _ in groups]
         for scope_name, rows in candidates.items():
-            for row in _ranked(rows, metric, tie_break)[: num_kept(sampled[scope_name], rate)]:
+            for row in _ranked(rows, metric, tie_break)[: num_kept(whole[scope_name], rate)]:
                 kept[row.group].append(row.place)
         return [tuple(sorted(indices)) for indices in kept]
 
@@ -131,10 +147,6 @@ def _by_sampled(base: Weigh) -> Weigh:
         return base(lengths, replace(totals, rows=totals.sampled_rows, tokens=totals.sampled_tokens))
 
     return weigh
-
-
-def _prunes(options: Mapping[str, Any]) -> bool:
-    return options.get("name") == "cppo" or ("base" in options and _prunes(options["base"]))
 
 
 # What is kept first sorts first.

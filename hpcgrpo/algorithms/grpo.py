@@ -49,7 +49,7 @@ def grpo(
     """Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300).
 
     Options:
-        num_generations: completions of each prompt (G), over which advantages are formed
+        num_generations: completions of each prompt (G), over which advantages are formed; 1 only under opd
         epsilon: lower clip range; ratios below 1 - epsilon gain nothing
         epsilon_high: upper clip range; null: equal to epsilon
         delta: upper bound of the unclipped ratio (two-sided clipping); null: none
@@ -308,7 +308,7 @@ def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:
 def _check_ranges(options: dict[str, Any]) -> None:
     num, low, high = options["num_generations"], options["epsilon"], options["epsilon_high"]
     delta, cap, rounds = (options[n] for n in ("delta", "importance_sampling_cap", "max_generation_batches"))
-    require(num >= 2, "num_generations", num, "a group needs at least 2 completions to compare")
+    require(num >= 1, "num_generations", num, "a group needs at least 2 completions to compare")
     require(0 < low <= 1, "epsilon", low, "a lower clip range exceeds 0 and is at most 1; GRPO's is 0.2")
     require(
         high is None or high > 0,

@@ -74,6 +74,32 @@ def geometric(clip_log: float) -> Surrogate:
     return surrogate
 
 
+def truncated(epsilon: float, ratio: Ratio = token_ratio) -> Surrogate:
+    """min(r, 1 + epsilon) A, the truncated ratio being a weight of the gradient: no token loses its own.
+
+    Unlike `clipped`, which takes the gradient of r itself and so that of what is clipped. Source: truncated
+    importance sampling.
+    """
+    high = 1 + epsilon
+
+    def surrogate(log_ratio: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        r, a = ratio(log_ratio, batch).detach(), batch.advantages
+        gain = r.clamp(max=high) * a * (log_ratio - log_ratio.detach()).exp()
+        return gain, r < 0, r > high
+
+    return surrogate
+
+
+def unclipped(ratio: Ratio = token_ratio) -> Surrogate:
+    """r A: plain importance sampling."""
+
+    def surrogate(log_ratio: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        r = ratio(log_ratio, batch)
+        return r * batch.advantages, r < 0, r < 0
+
+    return surrogate
+
+
 # ---- KL to the reference, of d = log reference - log new
 
 
@@ -109,11 +135,11 @@ def _uncorrected(difference: Tensor, batch: Batch, cap: float) -> Tensor:
 
 
 def _token_truncate(difference: Tensor, batch: Batch, cap: float) -> Tensor:
-    return _bounded(difference).exp().clamp(max=cap)
+    return bounded(difference).exp().clamp(max=cap)
 
 
 def _token_mask(difference: Tensor, batch: Batch, cap: float) -> Tensor:
-    weight = _bounded(difference).exp()
+    weight = bounded(difference).exp()
     return weight.masked_fill(weight > cap, 0.0)
 
 
@@ -159,10 +185,10 @@ def policy_loss(
     def loss(new: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
         assert batch.reference is not None or not beta, "beta > 0 needs the reference log-probs"
         old = (new if batch.old is None else batch.old).detach()
-        gain, low, high = surrogate(_bounded(new - old), batch)
+        gain, low, high = surrogate(bounded(new - old), batch)
         values, metrics = -gain, _clip_metrics(low.to(gain.dtype), high.to(gain.dtype))
         if batch.reference is not None:
-            kl = estimate(_bounded(batch.reference.detach() - new))
+            kl = estimate(bounded(batch.reference.detach() - new))
             metrics["kl"] = kl.detach().sum()
             values = values + beta * kl if beta else values
         if batch.behavior is not None:
@@ -201,7 +227,8 @@ def _extreme(values: Tensor, empty: float) -> Tensor:
     return values.max() if empty < 0 else values.min()
 
 
-def _bounded(difference: Tensor) -> Tensor:
+def bounded(difference: Tensor) -> Tensor:
+    """Differences of log-probs within +-LOG_LIMIT, so that their exponential is finite."""
     return difference.clamp(-LOG_LIMIT, LOG_LIMIT)
 
 

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 Builder = Callable[..., Any]
@@ -37,6 +37,25 @@ def require(holds: bool, name: str, value: Any, rule: str) -> None:
     """Raise ValueError that names the option, its value and the rule, unless the rule holds."""
     if not holds:
         raise ValueError(f"{name}={value!r} is not allowed: {rule}")
+
+
+def layers(options: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The resolved options of an algorithm and of each base inside it, the outermost first."""
+    layer: Mapping[str, Any] | None = options
+    while layer:
+        yield layer
+        layer = layer.get("base")
+
+
+def refuse(name: str, options: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Raise ValueError where a base has a layer, at any depth, that `reasons` has a reason against.
+
+    `name`, `options`: the base's. A reason's key is an algorithm, or `algorithm.flag` for an option that is on.
+    """
+    for layer in layers(options):
+        on = [f"{layer['name']}.{key}" for key, value in layer.items() if value is True]
+        for kind in (layer["name"], *on):
+            require(kind not in reasons, "base", name, reasons.get(kind, ""))
 
 
 def nearest(word: str, words: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from hpcgrpo.algorithms.base import Loss
 from hpcgrpo.learning.attention import check_model
 from hpcgrpo.learning.fsdp import PolicyModel, extreme, prepare_rows, whole_model
-from hpcgrpo.learning.packing import Packed, pack_row
+from hpcgrpo.learning.packing import Packed, pack_row, with_streams
 from hpcgrpo.types import MicroBatch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -52,6 +52,7 @@ class DeepSpeedLearner:
         epsilon: float,
         max_grad_norm: float,
         with_reference: bool,
+        trained: bool = True,  # as FsdpLearner has it; a frozen teacher is one of those
     ) -> None:
         """As FsdpLearner. Raises ValueError where DeepSpeed is not installed as well; the process group must exist,
         and `mesh` be all of it."""
@@ -62,7 +63,7 @@ class DeepSpeedLearner:
         settings = _settings(bf16=bf16, max_grad_norm=max_grad_norm, memory_efficient_linear=thrifty)
         whole = whole_model(model_name_or_path) if dist.get_rank() == 0 else None
 
-        def policy(trained: bool) -> PolicyModel:
+        def policy(*, learns: bool) -> PolicyModel:
             lm = _partitioned(
                 self._library,
                 settings,
@@ -71,19 +72,20 @@ class DeepSpeedLearner:
                 device=device,
                 dtype=self.dtype,
                 attn_implementation=attn_implementation,
-                gradient_checkpointing=trained and gradient_checkpointing,
+                gradient_checkpointing=learns and gradient_checkpointing,
             )
             packed = attn_implementation == "packed"
             return PolicyModel(lm, temperature=temperature, chunk_bytes=chunk_bytes, packed_attention=packed)
 
-        trained = policy(True).train()
+        assert trained, "a frozen teacher is an FsdpLearner"
+        model = policy(learns=True).train()
         self.optimizer = torch.optim.AdamW(
-            trained.parameters(), lr=0.0, betas=betas, eps=epsilon, weight_decay=weight_decay, fused=True
+            model.parameters(), lr=0.0, betas=betas, eps=epsilon, weight_decay=weight_decay, fused=True
         )
-        self.model = self._wrapped(trained, settings, self.optimizer)
+        self.model = self._wrapped(model, settings, self.optimizer)
         self.reference = None
         if with_reference:
-            self.reference = self._wrapped(policy(False).eval().requires_grad_(False), settings)
+            self.reference = self._wrapped(policy(learns=False).eval().requires_grad_(False), settings)
         self._begin_moments()
         self._masters = self._sharded(mesh)
         self._moments = {key: self._sharded(mesh, key) for key in MOMENTS}
@@ -103,10 +105,12 @@ class DeepSpeedLearner:
     def lm(self) -> Any:
         return self.model.module.lm
 
-    def prepare(self, micro_batches: Sequence[MicroBatch], *, old: bool, reference: bool) -> list[Packed]:
+    def prepare(
+        self, micro_batches: Sequence[MicroBatch], *, old: bool, reference: bool, progress: float = 0.0
+    ) -> list[Packed]:
         """Pack the rows of one optimizer step and add the log-prob streams that its loss needs."""
         return prepare_rows(
-            [pack_row(m, self.device) for m in micro_batches],
+            [with_streams(pack_row(m, self.device), progress=progress) for m in micro_batches],
             old=partial(self._logprobs, self.model) if old else None,
             reference=partial(self._logprobs, self.reference) if reference else None,
         )

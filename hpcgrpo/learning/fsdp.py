@@ -76,9 +76,10 @@ class FsdpLearner:
         epsilon: float,
         max_grad_norm: float,
         with_reference: bool,
+        trained: bool = True,
     ) -> None:
-        """`with_reference` loads a second, frozen copy of the initial weights. Raises ValueError for models that
-        `attn_implementation` cannot serve."""
+        """`with_reference` loads a second, frozen copy of the initial weights; not `trained` is a frozen teacher,
+        without an optimizer. Raises ValueError for models that `attn_implementation` cannot serve."""
         self.device, self.max_grad_norm, self.world = device, max_grad_norm, mesh.size()
         self.dtype = torch.bfloat16 if bf16 else torch.float32
 
@@ -94,23 +95,40 @@ class FsdpLearner:
                 gradient_checkpointing=trained and gradient_checkpointing,
             )
 
-        self.model = policy(True).train()
+        self.model = policy(trained).train(trained).requires_grad_(trained)
         self.reference = policy(False).eval().requires_grad_(False) if with_reference else None
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=0.0, betas=betas, eps=epsilon, weight_decay=weight_decay, fused=True
-        )
+        if trained:
+            self.optimizer = torch.optim.AdamW(
+                self.model.parameters(),
+                lr=0.0,
+                betas=betas,
+                eps=epsilon,
+                weight_decay=weight_decay,
+                fused=True,
+            )
 
     @property
     def lm(self) -> Any:
         return self.model.lm
 
-    def prepare(self, micro_batches: Sequence[MicroBatch], *, old: bool, reference: bool) -> list[Packed]:
+    def prepare(
+        self, micro_batches: Sequence[MicroBatch], *, old: bool, reference: bool, progress: float = 0.0
+    ) -> list[Packed]:
         """Pack the rows of one optimizer step and add the log-prob streams that its loss needs."""
         return prepare_rows(
-            [pack_row(m, self.device) for m in micro_batches],
+            [with_streams(pack_row(m, self.device), progress=progress) for m in micro_batches],
             old=partial(self._logprobs, self.model) if old else None,
             reference=partial(self._logprobs, self.reference) if reference else None,
         )
+
+    def logprobs_of(self, micro_batches: Sequence[MicroBatch]) -> dict[int, tuple[float, ...]]:
+        """Log-probs of every row's tokens at the present weights, by `Row.index`."""
+        packed = [pack_row(m, self.device) for m in micro_batches]
+        return by_row(micro_batches, self._logprobs(self.model, packed))
+
+    def as_peer(self, rows: Sequence[Packed]) -> list[Packed]:
+        """Another learner's rows with this policy's log-probs as their `peer` stream."""
+        return [with_streams(r, peer=x) for r, x in zip(rows, self._logprobs(self.model, rows), strict=True)]
 
     @torch.no_grad()
     def _logprobs(self, model: PolicyModel | None, rows: Sequence[Packed]) -> list[Tensor]:
@@ -185,6 +203,16 @@ def prepare_rows(rows: list[Packed], *, old: Scorer | None, reference: Scorer | 
     if reference is not None:
         rows = [with_streams(r, reference=x) for r, x in zip(rows, reference(rows), strict=True)]
     return rows
+
+
+def by_row(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> dict[int, tuple[float, ...]]:
+    """Log-probs of packed micro-batches ([N] each) -> those of each row, by `Row.index`."""
+    found: dict[int, tuple[float, ...]] = {}
+    for micro_batch, values in zip(micro_batches, logprobs, strict=True):
+        rows = [row for piece in micro_batch for row in piece.rows]
+        parts = values.split([len(row.token_ids) for row in rows]) if rows else ()
+        found |= {row.index: tuple(part.tolist()) for row, part in zip(rows, parts, strict=True)}
+    return found
 
 
 def extreme(name: str) -> Callable[[Tensor], Tensor]:
@@ -299,6 +327,7 @@ def _write_model(lm: Any, whole: dict[str, Tensor], folder: Path, dtype: torch.d
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
+    folder.mkdir(exist_ok=True)
     plan = split_torch_state_dict_into_shards(whole, filename_pattern="model{suffix}.safetensors")
     for file, names in plan.filename_to_tensors.items():
         save_file({n: whole[n].contiguous() for n in names}, folder / file, metadata={"format": "pt"})

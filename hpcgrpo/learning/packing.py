@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,18 +59,25 @@ def _batch(rows: list[Row], device: torch.device) -> Batch:
     def per_token(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device).repeat_interleave(lengths)
 
-    behavior = torch.tensor([x for r in rows for x in r.behavior], dtype=torch.float32, device=device)
+    def stream(values: list[tuple[float, ...]]) -> Tensor | None:
+        """[T] log-probs; None where not every token has one."""
+        flat = torch.tensor([x for row in values for x in row], dtype=torch.float32, device=device)
+        return flat if len(flat) == int(lengths.sum()) else None
+
     return Batch(
         row=torch.arange(len(rows), device=device).repeat_interleave(lengths),
         lengths=lengths,
         advantages=per_token([r.advantage for r in rows]),
         weights=per_token([r.weight for r in rows]),
-        behavior=behavior if len(behavior) == int(lengths.sum()) else None,
+        old=stream([r.old for r in rows]),
+        behavior=stream([r.behavior for r in rows]),
+        peer=stream([r.peer for r in rows]),
+        rewards=per_token([r.reward for r in rows]),
     )
 
 
-def with_streams(packed: Packed, **streams: Tensor) -> Packed:
-    """The same row with further log-prob streams ([N] each): old, reference, peer."""
+def with_streams(packed: Packed, **streams: Any) -> Packed:
+    """The same row with further log-prob streams ([N] each: old, reference, peer) or another `progress`."""
     if packed.batch is None:
         return packed
     return replace(packed, batch=replace(packed.batch, **streams))

@@ -19,7 +19,7 @@ from typing import Any
 
 from hpcgrpo.rewards.accuracy import accuracy
 from hpcgrpo.rewards.base import Graded, Reward, RewardFunction, Run, text_of
-from hpcgrpo.rewards.format import cppo_format, format_reward
+from hpcgrpo.rewards.format import closing_tags, cppo_format, format_reward
 from hpcgrpo.rewards.gsm8k import cppo_gsm8k
 from hpcgrpo.rewards.judge import judge
 from hpcgrpo.rewards.overlong import overlong
@@ -33,6 +33,7 @@ REWARDS: dict[str, Callable[..., Reward]] = {
     "format": format_reward,
     "cppo_gsm8k": cppo_gsm8k,
     "cppo_format": cppo_format,
+    "closing_tags": closing_tags,
     "overlong": overlong,
     "judge": judge,
 }

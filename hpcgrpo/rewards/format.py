@@ -34,3 +34,12 @@ def format_reward(run: Run, *, strict: bool = False, think_in_prompt: bool = Fal
 def cppo_format(run: Run, *, think_in_prompt: bool = False) -> Reward:
     """CPPO's format part (arXiv 2503.22342, Appendix A): the strict form."""
     return format_reward(run, strict=True, think_in_prompt=think_in_prompt)
+
+
+def closing_tags(run: Run) -> Reward:
+    """The share of `</think>` and `</answer>` that stand in a completion exactly once: 0, 0.5 or 1 (CoDistill-GRPO)."""
+
+    def function(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+        return [sum(text_of(c).count(tag) == 1 for tag in ("</think>", "</answer>")) / 2 for c in completions]
+
+    return Reward(function)

@@ -6,7 +6,7 @@ import difflib
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -201,7 +201,7 @@ class Renderer:
         messages = (*before, {**last, "content": content})
         text = self.text(messages)
         ids = tuple(self.token_ids([text])[0])
-        return Prompt(prompt.position, prompt.row, messages, text, ids, prompt.columns, prompt.conversational)
+        return replace(prompt, messages=messages, text=text, token_ids=ids)
 
     def _decode(self, ids: Sequence[int]) -> str:
         decoded = self.tokenizer.decode(
@@ -270,7 +270,8 @@ class Prompts:
     def take(self, position: int, count: int) -> list[Prompt]:
         """The prompts at `position` … `position + count - 1`; epoch e holds e·len … (e+1)·len - 1."""
         positions = range(position, position + count)
-        return self.renderer.render_all([self.row(p) for p in positions], positions)
+        prompts = self.renderer.render_all([self.row(p) for p in positions], positions)
+        return [replace(p, epoch=p.position // len(self.rows)) for p in prompts]
 
     def row(self, position: int) -> Row:
         epoch, index = divmod(position, len(self.rows))

@@ -5,9 +5,9 @@ Every rank computes the same plan from the same groups, so nothing but the group
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count, pairwise
 
 from hpcgrpo.algorithms.base import Algorithm
 from hpcgrpo.types import Group, MicroBatch, Piece, Rollout, Row, Totals
@@ -128,6 +128,19 @@ def everything(groups: Sequence[Group]) -> Credited:
         tuple((0.0,) * len(g.rollouts) for g in groups),
         tuple(tuple(range(len(g.rollouts))) for g in groups),
     )
+
+
+def with_logprobs(
+    groups: Sequence[Group], old: Mapping[int, tuple[float, ...]], peer: Mapping[int, tuple[float, ...]]
+) -> list[Group]:
+    """The groups with every rollout's log-probs under both policies, given by `Row.index` of `everything`."""
+    index = count()
+
+    def compared(rollout: Rollout) -> Rollout:
+        i = next(index)
+        return replace(rollout, old=old[i], peer=peer[i])
+
+    return [replace(g, rollouts=tuple(map(compared, g.rollouts))) for g in groups]
 
 
 def cut(piece: Piece, limit: int) -> list[Piece]:

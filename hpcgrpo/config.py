@@ -93,6 +93,7 @@ def _checked(values: Any, where: Callable[[Sequence[str]], str]) -> RunConfig:
         _check_nodes(config.cluster, config.generation)
         _check_gpus(config.cluster, config.generation)
         _check_peer(config, algorithm)
+        _check_peer_gpus(config)
         arithmetic(config, algorithm, rows=None)
     except ValueError as error:
         raise ConfigError(f"{where([])}: {error}") from None
@@ -196,6 +197,24 @@ def _check_peer(config: RunConfig, algorithm: Algorithm) -> None:
         raise ValueError(
             f"algorithm.hint_tokens {algorithm.hint_tokens}: the actor would write nothing of a completion of"
             f" generation.max_completion_length {longest} tokens; lower hint_tokens"
+        )
+
+
+def _check_peer_gpus(config: RunConfig) -> None:
+    """How a serve node's GPUs are shared out between the engines of two policies."""
+    gpus, theirs, split = (
+        config.cluster.gpus_per_node,
+        config.peer_gpus,
+        config.generation.vllm_tensor_parallel_size,
+    )
+    if config.generation.backend != "vllm" or not theirs:
+        return
+    left = gpus - theirs
+    if left < split or left % split:
+        raise ValueError(
+            f"peer.vllm_engines: the peer's engines take {theirs} of a serve node's {gpus} GPUs, which leaves {left}"
+            f" for the actor's engines of {split} (generation.vllm_tensor_parallel_size); lower peer.vllm_engines or"
+            " peer.vllm_tensor_parallel_size so that these fit"
         )
 
 

@@ -14,7 +14,7 @@ def rollout_metrics(credited: Credited, progress: Any) -> dict[str, float]:
     """Rewards, lengths, outcomes and drafts of all ranks' rollouts; adds the step's counts to `progress`."""
     samples = [g for g in credited.groups if g.stage == "sample"]
     rollouts = flatten([g.rollouts for g in samples])
-    drafts = flatten([g.drafts or g.rollouts for g in credited.groups if g.drafts or g.stage == "draft"])
+    drafts = flatten([g.drafts for g in samples])  # groups of drafts hold the same ones again
     everything = [*rollouts, *drafts]
     progress.num_tokens += sum(len(r.prompt.token_ids) + len(r.completion.token_ids) for r in everything)
     progress.num_completions += len(everything)
@@ -80,8 +80,7 @@ def _lengths(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
 def _drafts(credited: Credited, drafts: Sequence[Rollout]) -> dict[str, float]:
     if not drafts:
         return {}
-    chosen_from = [g.drafts or g.rollouts for g in credited.groups if g.drafts or g.stage == "draft"]
-    best = [max(r.reward for r in rows) for rows in chosen_from]
+    best = [max(r.reward for r in g.drafts) for g in credited.groups if g.drafts]
     return {
         "drafts/reward": fmean(r.reward for r in drafts),
         "drafts/best_reward": fmean(best),
@@ -134,8 +133,9 @@ def _extreme(name: str) -> str:
 
 def rollout_rows(credited: Credited) -> Iterator[dict[str, Any]]:
     """Everything that was sampled in a step, as it is kept on disk."""
+    trained = any(group.stage == "draft" for group in credited.groups)
     for g, group in enumerate(credited.groups):
-        for draft in group.drafts:
+        for draft in () if trained else group.drafts:
             yield _rollout_row(draft, stage="draft")
         for i, rollout in enumerate(group.rollouts):
             advantage, kept = credited.advantages[g][i], i in credited.kept[g]

@@ -29,9 +29,8 @@ def find(run: RunConfig, *, offline: bool) -> tuple[Pretrained, Pretrained | Non
         peer = pretrained.find(run.peer.model_name_or_path, offline=offline)
     except ConfigError as error:
         raise ConfigError(f"peer.{error}") from None
-    hints = run.build_algorithm().hint_tokens > 0
     split = run.peer.vllm_tensor_parallel_size or run.generation.vllm_tensor_parallel_size
-    _check(run, peer, "peer.", split if hints else None)
+    _check(run, peer, "peer.", split if run.peer_samples else None)
     names = (run.model_name_or_path, run.peer.model_name_or_path)
     ours, theirs = (_vocabulary(model) for model in (actor, peer))
     if ours is not None and theirs is not None:
@@ -104,8 +103,8 @@ def _check(run: RunConfig, model: Pretrained, key: str, split: int | None) -> No
         fits = [n for n in fits if not run.cluster.gpus_per_node or run.cluster.gpus_per_node % n == 0]
         raise ConfigError(
             f"{key or 'generation.'}vllm_tensor_parallel_size is {split}, which does not divide the model's"
-            f" {model.heads} attention heads and {model.kv_heads} key-value heads; use one of {', '.join(map(str, fits))}"
-            " (servers of one GPU each are the fastest where the model fits)"
+            f" {model.heads} attention heads and {model.kv_heads} key-value heads; use one of"
+            f" {', '.join(map(str, fits))} (servers of one GPU each are the fastest where the model fits)"
         )
     if not on_gpu(run) and model.head_dim and model.head_dim not in CPU_HEAD_DIMS:
         raise ConfigError(

@@ -18,7 +18,7 @@ from hpcgrpo.algorithms.igrpo import REFINE_TEMPLATE, template_of
 from hpcgrpo.arithmetic import Arithmetic
 from hpcgrpo.attempt import Attempt
 from hpcgrpo.config import ConfigError
-from hpcgrpo.heldout import Answers, evaluate
+from hpcgrpo.heldout import Answers, evaluate, transfer_warning
 from hpcgrpo.journal import FolderInUse, Journal, ProgressLine, write_atomically
 from hpcgrpo.learning import checkpoint
 from hpcgrpo.learning.fsdp import FsdpLearner, export
@@ -77,7 +77,7 @@ def _until_stopped(run: Run) -> Iterator[StepRecord]:
     trainer, train = run.trainer, run.config.train
     if run.held_out and run.resumed_from is None:
         trainer.sync()
-        found, answers = held_out(run)
+        found, answers = held_out(run, forms=True)
         yield StepRecord(0, found, None, answers)
     began = time.perf_counter()
     for record in trainer.steps():
@@ -86,7 +86,7 @@ def _until_stopped(run: Run) -> Iterator[StepRecord]:
         every = run.config.eval.every_steps if run.config.eval else None
         if run.held_out and (last or (every and record.step % every == 0)):
             with trainer.profile.phase("evaluate"):
-                found, answers = held_out(run)
+                found, answers = held_out(run, forms=last)
                 metrics |= found
         if last or record.step % train.save_steps == 0:
             with trainer.profile.phase("save"):
@@ -110,17 +110,37 @@ def _until_stopped(run: Run) -> Iterator[StepRecord]:
             raise Stopped(agreed=True)
 
 
-def held_out(run: Run) -> tuple[dict[str, float], Answers]:
-    """Held-out metrics and answers at the present weights; collective."""
-    settings = run.config.eval
+def held_out(run: Run, *, forms: bool) -> tuple[dict[str, float], Answers]:
+    """Held-out metrics and answers at the present weights; `forms`: after other drafts too, where asked for.
+
+    Collective.
+    """
+    settings, peer = run.config.eval, run.trainer.peer
     assert settings is not None
-    template = settings.refine_template or template_of(run.algorithm.options) or REFINE_TEMPLATE
-    return evaluate(
+    own = template_of(run.algorithm.options)
+    template = settings.refine_template or own or REFINE_TEMPLATE
+    drafted = own is not None if settings.draft_forms is None else settings.draft_forms
+    found, answers = evaluate(
         run.trainer,
         run.held_out,
         temperature=settings.temperature,
         template=template if settings.two_pass else None,
+        forms=forms and drafted,
     )
+    if settings.peer and peer is not None and peer.generator is not None:
+        run.trainer.peer_answers = True
+        run.trainer.sync_peer()
+        theirs = evaluate(
+            run.trainer,
+            run.held_out,
+            temperature=settings.temperature,
+            template=None,
+            prefix="eval/peer",
+            generator=peer.generator,
+        )
+        run.trainer.peer_answers = False
+        found, answers = found | theirs[0], answers | theirs[1]
+    return found, answers
 
 
 def save(run: Run, *, wait: bool) -> None:
@@ -212,6 +232,8 @@ def lead(run: Run) -> None:
         for record in steps(run):
             check_lease(run)
             journal.metrics(record.step, record.metrics)
+            if record.step == 0 and (warning := transfer_warning(record.metrics, len(run.held_out))):
+                print(f"warning: {warning}", file=run.summary, flush=True)
             if record.held_out:
                 journal.rollouts(record.step, held_out_rows(record.held_out), kind="eval")
             if record.credited is not None:

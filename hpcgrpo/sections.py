@@ -119,6 +119,7 @@ class EvalConfig(_Section):
     num_samples: int = Field(256, ge=1)
     temperature: float = Field(0.0, ge=0)
     two_pass: bool = False
+    peer: bool = False  # the other policy's answers too, in one pass; it then needs a generator
     draft_forms: bool | None = (
         None  # first and last also after empty and spoilt drafts; None: of iGRPO, with two_pass
     )
@@ -206,11 +207,17 @@ class RunConfig(_Section):
 
     @property
     def peer_gpus(self) -> int:
-        """GPUs of a serve node that the engines of the policy that writes hints take; 0 without hints or GPUs."""
-        if self.peer is None or not self.cluster.gpus_per_node or not self.build_algorithm().hint_tokens:
+        """GPUs of a serve node that the peer's engines take; 0 where it samples nothing, or without GPUs."""
+        if self.peer is None or not self.cluster.gpus_per_node or not self.peer_samples:
             return 0
         split = self.peer.vllm_tensor_parallel_size or self.generation.vllm_tensor_parallel_size
         return self.peer.vllm_engines * split
+
+    @property
+    def peer_samples(self) -> bool:
+        """Whether the peer needs a generator: it writes hints, or answers held-out questions."""
+        asked = self.eval is not None and self.eval.peer
+        return self.peer is not None and (asked or self.build_algorithm().hint_tokens > 0)
 
     def build_algorithm(self) -> Algorithm:
         """The algorithm, with what it takes over from other sections. Raises ValueError as `algorithms.build` does."""

@@ -266,7 +266,7 @@ def build_peer(
         trained=rule is not None,
     )
     generator = None
-    if trainer.algorithm.hint_tokens:
+    if config.peer_samples:
         generator = build_generator(config, trainer, learner, tokenizer, attempt, policy="peer")
     factor = (config.peer.learning_rate or config.train.learning_rate) / config.train.learning_rate
     return Peer(learner, lambda update: factor * trainer.learning_rate(update), generator)

@@ -149,6 +149,7 @@ class Trainer:
     check_parity: Callable[[Sequence[Any]], None] | None = (
         None  # of the first rows trained on after any start
     )
+    peer_answers: bool = False  # the peer is being evaluated
     discarded: int = 0  # completions of the last step whose groups were not taken (refill)
     dropped: int = 0  # prompts of the last step that the generator could not answer
 
@@ -188,14 +189,14 @@ class Trainer:
         exploration = Exploration(self, self.progress.position)
         mine = exploration.more()
         groups = [replace(g, rank=self.ranks.rank) for g in self.algorithm.explore(mine, exploration)]
-        whole = [g for g in groups if _answered(g)]
+        whole = [g for g in groups if g.answered]
         with self.profile.phase("exchange"):
             shares = self.exchange((whole, exploration.sampled, len(groups) - len(whole)))
         self.progress.position = exploration.position
         everyone = sorted((g for share, _, _ in shares for g in share), key=lambda g: g.prompt.position)
         taken = sorted({g.prompt.position for g in everyone})[: self.setup.prompts_per_step]
         chosen = [g for g in everyone if taken and g.prompt.position <= taken[-1]]
-        used = sum(len(g.rollouts) + len(g.drafts) for g in chosen)
+        used = sum(len(g.rollouts) + len(g.drafts) for g in chosen if g.stage == "sample")
         self.discarded = sum(sampled for _, sampled, _ in shares) - used
         self.dropped = sum(dropped for _, _, dropped in shares)
         return chosen
@@ -231,16 +232,7 @@ class Trainer:
         with self.profile.phase("compare"):
             found = self.ranks.gather((self.learner.logprobs_of(mine), self.peer.learner.logprobs_of(mine)))
         old, peer = ({i: row for share in found for i, row in share[which].items()} for which in (0, 1))
-        pairs = iter([(old[i], peer[i]) for i in range(plan.totals.rows)])
-        return [
-            replace(
-                g,
-                rollouts=tuple(
-                    replace(r, old=o, peer=p) for r, (o, p) in zip(g.rollouts, pairs, strict=False)
-                ),
-            )
-            for g in groups
-        ]
+        return batching.with_logprobs(groups, old, peer)
 
     def learn(self, credited: batching.Credited) -> dict[str, float]:
         """Train the actor on the step's groups."""
@@ -312,7 +304,12 @@ class Trainer:
         """Push the policy's weights to the generator, and the peer's while it still writes hints."""
         self.generator.update_weights(self.learner.full_parameters, self.progress.updates)
         hints = self.progress.position < self.algorithm.hint_epochs * len(self.prompts)
-        if hints and self.peer is not None and self.peer.generator is not None:
+        if hints or self.peer_answers:
+            self.sync_peer()
+
+    def sync_peer(self) -> None:
+        """Push the peer's weights to its own generator, where it has one."""
+        if self.peer is not None and self.peer.generator is not None:
             self.peer.generator.update_weights(self.peer.learner.full_parameters, self.progress.updates)
 
     def _generate(
@@ -326,9 +323,18 @@ class Trainer:
             raise Stopped(agreed=True) from None
 
     def rollouts(
-        self, prompts: Sequence[Prompt], num: int, stage: str, sampling: Sampling, hint_tokens: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        num: int,
+        stage: str,
+        sampling: Sampling,
+        hint_tokens: int = 0,
+        generator: Generator | None = None,
     ) -> list[tuple[Rollout, ...]]:
-        """Sample and grade `num` completions of each prompt; seeds follow from (seed, position, stage, sample)."""
+        """Sample and grade `num` completions of each prompt; seeds follow from (seed, position, stage, sample).
+
+        `generator` None is the actor's.
+        """
         requests = [
             Request(p.token_ids, stable_seed(self.setup.seed, p.position, stage, i))
             for p in prompts
@@ -338,7 +344,7 @@ class Trainer:
             if hint_tokens:
                 completions = self._hinted(requests, sampling, hint_tokens)
             else:
-                completions = self._generate(self.generator, requests, sampling)
+                completions = self._generate(generator or self.generator, requests, sampling)
         repeated = [p for p in prompts for _ in range(num)]
         with self.profile.phase("grade"):
             scores = self.score(repeated, completions)
@@ -389,8 +395,3 @@ class Exploration:
 
     def total(self, count: int) -> int:
         return sum(self.trainer.exchange(count))
-
-
-def _answered(group: Group) -> bool:
-    """Whether the generator could answer all of a group's requests."""
-    return not any(r.completion.finish_reason == "abort" for r in (*group.rollouts, *group.drafts))

@@ -106,8 +106,13 @@ class Group:
     prompt: Prompt
     rollouts: tuple[Rollout, ...]  # [G]
     drafts: tuple[Rollout, ...] = ()  # [N], iGRPO's stage 1; not trained on as part of this group
-    stage: Literal["sample", "draft"] = "sample"  # draft: a group of drafts that are trained on too
+    stage: Literal["sample", "draft"] = "sample"  # draft: the drafts of the group before it, trained on too
     rank: int = 0  # the learner rank that asked for it
+
+    @property
+    def answered(self) -> bool:
+        """Whether the generator could answer all of the group's requests."""
+        return not any(r.completion.finish_reason == "abort" for r in (*self.rollouts, *self.drafts))
 
     @property
     def rewards(self) -> tuple[float, ...]:

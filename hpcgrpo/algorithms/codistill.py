@@ -98,10 +98,10 @@ def codistill(
         hint_epochs: passes over the data with hints; 1, as hints in all of them destabilised
         max_completion_length: N of kd_len_norm max_len in tokens; null: generation.max_completion_length
 
-    r~_i = r_i + (kd_alpha / N) sum_t log(theta / phi); the kept G of M have A~ = r~ - mean (small) and A^ = r - mean
-    (large). The small loss is the clipped one, the large one is too with the ratio theta / phi_old. No KL to a
-    reference. Reconstructed from secondary sources: ALGORITHMS section 5. Raises ValueError for a value that is
-    not allowed.
+    r~_i = r_i + (kd_alpha / N) sum_t log(theta / phi). Of M rollouts G are kept, over which A~ = r~ - mean trains
+    the small policy and A^ = r - mean the large one, both with the clipped loss; the large one's ratio is
+    theta / phi_old. A hint's tokens count in all of it like others. No KL to a reference. Reconstructed from
+    secondary sources: ALGORITHMS section 5. Raises ValueError for a value that is not allowed.
     """
     options = dict(locals())
     check_types(codistill, options)

@@ -60,9 +60,9 @@ def cppo(
         tie_break: at equal metric: lowest index first, or positive and negative advantages in turn
         allocation: a prompt takes up k instead of G of train_batch_size: more prompts fill the step
 
-    Prunes what `base` selects; where that is fewer than k, all of it stays. Over gfpo, G is its num_train. With `pruning_rate` 0 this is
-    `base`, bit by bit. Raises ValueError for a value that is not allowed and for a base that chooses by
-    advantage already or teaches by more than advantages.
+    Prunes what `base` selects; where that is fewer than k, all of it stays. Over gfpo, G is its num_train.
+    With `pruning_rate` 0 this is `base`, bit by bit. Raises ValueError for a value that is not allowed and for
+    a base that chooses already or teaches by more than advantages.
     """
     options = dict(locals())
     check_types(cppo, options)

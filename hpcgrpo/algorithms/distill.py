@@ -17,6 +17,7 @@ from hpcgrpo.types import Batch
 if TYPE_CHECKING:
     from torch import Tensor
 
+ROUNDING = 1e-6  # of a reward that is a sum of parts, in float32
 REFUSED = {
     "cppo": "a completion with advantage 0 still teaches through the teacher's term, so it must not be pruned",
     "kdrl": "kdrl has the teacher already; change its options instead",
@@ -107,7 +108,7 @@ def _pulled(base: Loss, start: float, end: float, right: float | None) -> Loss:
         beta = start + (end - start) * batch.progress
         taught = batch.weights.new_ones(batch.weights.shape)
         if right is not None:
-            taught = taught * (batch.rewards < right)
+            taught = taught * (batch.rewards < right - ROUNDING)
         pull = beta * taught * k2(bounded(batch.peer.detach() - new))
         own = {"kd/loss": pull.detach().sum(), "kd/beta": taught.new_full((), beta * len(taught))}
         own |= {"kd/taught": taught.sum(), "kd/reverse_kl": (_old(new, batch) - batch.peer).detach().sum()}

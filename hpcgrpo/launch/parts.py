@@ -17,7 +17,7 @@ from hpcgrpo.launch.children import Child
 from hpcgrpo.launch.local import newest_checkpoint
 from hpcgrpo.launch.ranks import USER_ERROR
 from hpcgrpo.launch.rendezvous import load_json, secret_file
-from hpcgrpo.launch.serve import Engines, plan
+from hpcgrpo.launch.serve import Engines, plans
 from hpcgrpo.sections import RunConfig
 
 
@@ -52,7 +52,7 @@ class Part(Protocol):
 
 @dataclass
 class Serve:
-    """A node of vLLM engines."""
+    """A node of vLLM engines: the actor's, and the peer's where that samples too."""
 
     config: RunConfig
     where: slurm.Place
@@ -62,44 +62,54 @@ class Serve:
     served: bool = False  # the engines were up once
     tokens: float = -1.0
     moved: float = 0.0
-    states: dict[int, str] = field(default_factory=dict)
-    engines: Engines = field(init=False)
+    states: dict[str, str] = field(default_factory=dict)  # by the engine's name
+    fleets: list[Engines] = field(init=False)
 
     def __post_init__(self) -> None:
-        served = plan(self.config)
-        count = served.engines
-        key = f"{self.where.job}/engines"
-        self.held = ports.take(count, key, self.address)
+        served = plans(self.config)
+        count = sum(plan.engines for plan in served)
+        self.held = ports.take(count, f"{self.where.job}/engines", self.address)
         os.environ.update(child_environment(self.attempt, self.address, self.config))
-        self.engines = Engines(
-            served,
-            address=self.address,
-            ports=[held.port for held in self.held],
-            secret_file=secret_file(self.attempt.folder.parent),
-            log_folder=self.attempt.folder,
-            timeout_seconds=self.config.generation.vllm_server_timeout,
-        )
-        self.engines.start()
+        free = iter([held.port for held in self.held])
+        self.fleets = [
+            Engines(
+                plan,
+                address=self.address,
+                ports=[next(free) for _ in range(plan.engines)],
+                secret_file=secret_file(self.attempt.folder.parent),
+                log_folder=self.attempt.folder,
+                timeout_seconds=self.config.generation.vllm_server_timeout,
+            )
+            for plan in served
+        ]
+        for engines in self.fleets:
+            engines.start()
         self.say(f"starting {count} vLLM engine{'s' * (count > 1)}")
 
     def poll(self) -> End | None:
-        self.engines.poll()
-        if self.engines.ready and not self.served:
+        for engines in self.fleets:
+            engines.poll()
+        if not self.served and all(engines.ready for engines in self.fleets):
             self.served = True
-            self.say(f"engines ready at {', '.join(self.engines.urls)}")
-        states = {e["index"]: e["state"] for e in self.engines.describe()}
+            self.say(f"engines ready at {', '.join(url for engines in self.fleets for url in engines.urls)}")
+        states = {f"{f.name} {e['index']}": e["state"] for f in self.fleets for e in f.describe()}
         if self.served and states != self.states:
-            for index, state in states.items():
-                if state != self.states.get(index, state):
-                    self.say(f"engine {index} is {state}; its log is engine-{index}.log")
+            for name, state in states.items():
+                if state != self.states.get(name, state):
+                    self.say(f"{name} is {state}; its log is {name.replace(' ', '-')}.log")
         self.states = states
         return None
 
     def news(self) -> dict[str, Any]:
-        tokens = self.engines.tokens_generated() or 0.0
+        counts = [engines.tokens_generated() for engines in self.fleets]
+        tokens = sum(count or 0.0 for count in counts)
         if tokens != self.tokens or not self.served:  # starting has a limit of its own
             self.tokens, self.moved = tokens, time.time()
-        ready = [{"url": url, "node": self.where.node, "index": i} for i, url in enumerate(self.engines.urls)]
+        ready = [
+            {"url": url, "node": self.where.node, "index": i, "policy": engines.plan.policy}
+            for engines in self.fleets
+            for i, url in enumerate(engines.urls)
+        ]
         return {"moved": self.moved, "engines": ready if self.served else []}
 
     def hear(self, message: dict[str, Any]) -> None:
@@ -109,7 +119,8 @@ class Serve:
         """vLLM's own log says what it does."""
 
     def kill(self) -> None:
-        self.engines.stop()
+        for engines in self.fleets:
+            engines.stop()
 
 
 @dataclass

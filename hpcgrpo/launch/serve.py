@@ -16,7 +16,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What every engine of a serve node is started with."""
+    """What every engine of one policy is started with on a serve node."""
 
     model: str
     dtype: str
@@ -54,14 +54,33 @@ class ServePlan:
     seed: int
     device: Literal["cpu", "cuda"]
     extra_args: tuple[str, ...] = ()
+    policy: Literal["actor", "peer"] = "actor"
+    first_gpu: int = 0  # of the node's, the first that these engines take
+
+
+def plans(config: RunConfig) -> list[ServePlan]:
+    """What a serve node starts: the actor's engines, and the peer's where that samples too."""
+    actor = plan(config)
+    if config.peer is None or not config.peer_samples:
+        return [actor]
+    split = config.peer.vllm_tensor_parallel_size or config.generation.vllm_tensor_parallel_size
+    peer = replace(
+        actor,
+        policy="peer",
+        model=config.peer.model_name_or_path,
+        tensor_parallel_size=split if actor.device == "cuda" else 1,
+        engines=config.peer.vllm_engines if actor.device == "cuda" else 1,
+        first_gpu=actor.engines * actor.tensor_parallel_size if actor.device == "cuda" else 0,
+    )
+    return [actor, peer]
 
 
 def plan(config: RunConfig) -> ServePlan:
-    """What follows for the engines from a configuration."""
+    """What follows for the actor's engines from a configuration."""
     generation, cluster = config.generation, config.cluster
     cuda = config.device == "cuda" or (config.device == "auto" and cluster.gpus_per_node > 0)
     size = generation.vllm_tensor_parallel_size if cuda else 1
-    gpus = cluster.gpus_per_node or 1
+    gpus = (cluster.gpus_per_node or 1) - (config.peer_gpus if cuda else 0)
     assert not cuda or gpus % size == 0  # checked where the configuration is read
     dtype = generation.vllm_dtype
     eager = generation.vllm_enforce_eager
@@ -112,9 +131,9 @@ def environment(plan: ServePlan, index: int, secret_file: Path, visible: str | N
     if Path(plan.model).is_dir():
         own["HF_HUB_OFFLINE"] = "1"
     if plan.device == "cuda":
-        size = plan.tensor_parallel_size
-        here = visible.split(",") if visible else [str(i) for i in range(plan.engines * size)]
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(here[index * size : (index + 1) * size])
+        size, first = plan.tensor_parallel_size, plan.first_gpu + index * plan.tensor_parallel_size
+        here = visible.split(",") if visible else [str(i) for i in range(first + size)]
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(here[first : first + size])
     return own
 
 
@@ -150,16 +169,22 @@ class Engines:
         log_folder: Path,
         timeout_seconds: float,
     ) -> None:
-        """One engine per port. `timeout_seconds` is what a start may take; logs are `log_folder/engine-<i>.log`."""
+        """One engine per port. `timeout_seconds` is what a start may take; logs are `log_folder/engine-<i>.log`, of
+        the peer `engine-peer-<i>.log`."""
         assert len(ports) == plan.engines
         self.plan, self.address, self.secret_file = plan, address, secret_file
         self.timeout_seconds = timeout_seconds
         self.secret = secret_file.read_text().strip()
         self.engines = [
-            Engine(i, f"http://{address}:{port}", log_folder / f"engine-{i}.log")
+            Engine(i, f"http://{address}:{port}", log_folder / f"{self.name}-{i}.log")
             for i, port in enumerate(ports)
         ]
         self._ready_once: set[int] = set()
+
+    @property
+    def name(self) -> str:
+        """What these engines are called in logs."""
+        return "engine" if self.plan.policy == "actor" else "engine-peer"
 
     @property
     def urls(self) -> list[str]:

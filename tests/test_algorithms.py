@@ -365,6 +365,20 @@ def test_igrpo_passes_its_options_to_the_refinement() -> None:
     assert groups[0].prompt.text.endswith(" | question 0")
 
 
+def test_igrpo_can_train_its_drafts_as_groups_of_their_own() -> None:
+    algorithm = build({**BOTH, "base": {"name": "grpo", "num_generations": 4}})
+    assert (algorithm.num_drafts, algorithm.num_generations, algorithm.batch_share) == (3, 4, 4 + 3)
+    rollouts = TableRollouts(Tabular(), batch=2)
+    groups = algorithm.explore(rollouts.first(), rollouts)
+    assert [(g.stage, g.prompt.position, len(g.rollouts)) for g in groups] == [
+        ("sample", 0, 4), ("draft", 0, 3), ("sample", 1, 4), ("draft", 1, 3),
+    ]  # fmt: skip
+    for refined, drafted in zip(groups[::2], groups[1::2], strict=True):
+        assert drafted.rollouts == refined.drafts and drafted.drafts == ()
+        assert drafted.prompt.text == f"question {drafted.prompt.position}"
+    assert rollouts.asked == [(0, 3, "draft"), (1, 3, "draft"), (0, 4, "sample"), (1, 4, "sample")]
+
+
 def test_refill_inside_igrpo_drafts_the_further_prompts_too() -> None:
     algorithm = build({"name": "igrpo", "drafts": 2, "base": {"name": "dapo", "num_generations": 16}})
     rollouts = TableRollouts(Tabular(), scripted(lambda i: i % 2 == 0))
@@ -502,13 +516,20 @@ NESTED: dict[str, Any] = {
 }
 
 
+BOTH: dict[str, Any] = {"name": "igrpo", "drafts": 3, "train_drafts": True}
+
+
+SPECS = [{"name": n} for n in (*BASES, "igrpo", "kdrl", "opd", "codistill")]
+SPECS += [NESTED, BOTH, *({"name": n, "num_train": 4} for n in ("pods", "gfpo"))]
+
+
 def test_build_nests() -> None:
     algorithm = build(NESTED)
     assert algorithm.name == "igrpo" and algorithm.num_drafts == 2 and algorithm.batch_share == 2
     assert algorithm.options["base"]["base"]["epsilon_high"] == 0.28
 
 
-@pytest.mark.parametrize("spec", [{"name": n} for n in BASES] + [{"name": "igrpo"}, NESTED], ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_options_are_complete_and_build_the_same_again(spec: dict[str, Any]) -> None:
     def layers(options: Any) -> list[set[str]]:
         own = set(options) - {"name"}
@@ -554,7 +575,7 @@ def test_a_wrapper_without_a_base_wraps_grpo() -> None:
     ({"name": "cppo", "pruning_rate": .5, "metric": "random"}, r"is prune_metric$"),
     ({"name": "igrpo", "num_generations": 4}, r"igrpo has no option num_generations; .*under base:$"),
     ({"name": "grpo", "drafts": 4}, r"grpo has no option drafts; it is one of igrpo$"),
-    ({"name": "grpo", "base": {"name": "grpo"}}, r"it is one of igrpo, cppo$"),
+    ({"name": "grpo", "base": {"name": "grpo"}}, r"it is one of igrpo, cppo, pods, gfpo, kdrl, opd$"),
     ({"name": "gspo", "loss_type": "grpo"}, r"gspo has no option loss_agg; it is one of grpo, dapo"),
     ({"name": "grpo", "temperature": 1.0}, r"temperature: this belongs under generation:"),
     ({"name": "grpo", "epsilon": "0.2"}, r"^epsilon='0\.2' \(str\) .* expected float; .*without quotes"),
@@ -589,6 +610,13 @@ def test_a_wrapper_without_a_base_wraps_grpo() -> None:
     ({"name": "igrpo", "max_refine_prompt_length": 0}, r"max_refine_prompt_length=0"),
     ({"name": "igrpo", "draft_choice": "bst"}, r"did you mean best"),
     ({"name": "igrpo", "base": {"name": "igrpo"}}, r"iGRPO of iGRPO"),
+    ({"name": "igrpo", "train_drafts": True, "drafts": 1}, r"drafts=1 .* train_drafts .* at least 2"),
+    ({**NESTED, "train_drafts": True}, r"base='cppo' .* leave train_drafts off"),
+    ({"name": "igrpo", "train_drafts": True, "base": {"name": "pods", "num_train": 4}}, r"base='pods' .* cut"),
+    ({"name": "igrpo", "train_drafts": True, "base": {"name": "gfpo", "num_train": 4}}, r"base='gfpo' .* cut"),
+    ({"name": "igrpo", "train_drafts": True, "base": {"name": "codistill"}}, r"base='codistill' .* cut"),
+    ({"name": "cppo", "pruning_rate": 0.5, "base": BOTH}, r"base='igrpo' .* without train_drafts it works"),
+    ({"name": "cppo", "pruning_rate": 0.5, "base": {"name": "kdrl", "base": BOTH}}, r"base='kdrl' .* teaches"),
     ({"name": "igrpo", "base": {"name": "cppo", "pruning_rate": 0.5, "base": {"name": "igrpo"}}}, "iGRPO of"),
     ({"name": "cppo"}, r"^pruning_rate is missing: cppo needs it"),
     ({"name": "cppo", "pruning_rate": 1}, r"pruning_rate=1 .* 0 <= pruning_rate < 1"),

@@ -90,6 +90,132 @@ def test_environment_variables_stand_in_paths(monkeypatch: pytest.MonkeyPatch) -
     assert load("data.path=$HPCGRPO_DATA/x.jsonl").data.path == "/data/x.jsonl"
 
 
+# ---- extends
+
+
+def write(folder: Path, **texts: str) -> Path:
+    """Files `name.yaml` of a folder; the last one's path."""
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return folder / f"{list(texts)[-1]}.yaml"
+
+
+def test_a_file_extends_another_section_by_section(tmp_path: Path) -> None:
+    """Sections mix key by key, inner ones too; algorithm, rewards and options are replaced as a whole."""
+    base = MINIMAL.replace("{path: data.jsonl}", "{preset: chain, options: {digits: 8}, seed: 3}")
+    base += "generation: {temperature: 0.7}\neval: {data: {preset: chain, max_samples: 9}, every_steps: 5}\n"
+    over = """
+extends: base.yaml
+name: over
+algorithm: {name: igrpo, drafts: 2, base: {name: grpo, num_generations: 2}}
+rewards: {format: 0.5}
+data: {options: {size: 4}}
+train: {max_steps: 7}
+eval: {data: {max_samples: 11}}
+"""
+    path = write(
+        tmp_path, base=base.replace("num_generations: 4", "num_generations: 4, beta: 0.1"), over=over
+    )
+    run = config.load(path, ["train.per_device_train_batch_size=4"])
+    assert (run.name, run.model_name_or_path, run.generation.temperature) == ("over", "model", 0.7)
+    assert run.algorithm == {"name": "igrpo", "drafts": 2, "base": {"name": "grpo", "num_generations": 2}}
+    assert run.rewards == {"format": 0.5}
+    assert (run.data.preset, run.data.seed, run.data.options) == ("chain", 3, {"size": 4})
+    assert (run.train.max_steps, run.train.per_device_train_batch_size) == (7, 4)
+    assert run.eval is not None
+    assert (run.eval.every_steps, run.eval.data.preset, run.eval.data.max_samples) == (5, "chain", 11)
+
+
+def test_of_several_the_later_wins_and_chains_are_relative_to_each_file(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    write(tmp_path, root=MINIMAL + "seed: 1\noutput_dir: a\n")
+    write(tmp_path / "deep", one="extends: ../root.yaml\nseed: 2\n", two="seed: 3\noutput_dir: b\n")
+    path = write(tmp_path, run="extends: [deep/one.yaml, deep/two.yaml]\nname: last\n")
+    run = config.load(path)
+    assert (run.name, run.seed, run.output_dir) == ("last", 3, "b")
+    assert config.load(write(tmp_path, other="extends: [deep/two.yaml, deep/one.yaml]")).seed == 2
+
+
+def test_null_is_the_default_again(tmp_path: Path) -> None:
+    base = MINIMAL + "generation: {temperature: 0.7, max_prompt_length: 9}\nseed: 5\n"
+    base += "train: {per_device_train_batch_size: 8, max_steps: 3}\n"
+    base = base.replace("train: {per_device_train_batch_size: 8}\n", "")
+    over = "extends: base.yaml\ngeneration: {temperature: null}\nseed: null\ntrain: {max_steps: null}\n"
+    run = config.load(write(tmp_path, base=base, over=over))
+    assert (run.generation.temperature, run.generation.max_prompt_length) == (1.0, 9)
+    assert (run.seed, run.train.max_steps, run.train.per_device_train_batch_size) == (0, None, 8)
+    whole = config.load(write(tmp_path, base=base, over="extends: base.yaml\ngeneration: null\n"))
+    assert whole.generation == config.load(tmp_path / "base.yaml", ["generation=null"]).generation
+    assert whole.generation.max_prompt_length == 512
+    kept = config.load(
+        write(tmp_path, base=base, over="extends: base.yaml\ntrain: {save_total_limit: null}\n")
+    )
+    assert kept.train.save_total_limit is None  # here null is a value: keep all
+    with pytest.raises(ConfigError, match=r"over\.yaml: name: required, but missing"):
+        config.load(write(tmp_path, base=base, over="extends: base.yaml\nname: null\n"))
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (
+            {"a": "extends: b.yaml", "b": "extends: c.yaml", "c": "extends: b.yaml"},
+            "b.yaml -> c.yaml -> b.yaml",
+        ),
+        ({"a": "extends: a.yaml"}, "a.yaml -> a.yaml: a file cannot extend itself"),
+        ({"bases": MINIMAL, "a": "extends: base.yaml"}, "no such configuration file; did you mean"),
+        ({"a": "extends: 3"}, "must be a file's name or a list of them"),
+        ({"a": "extends: [b.yaml, 4]"}, "must be a file's name or a list of them"),
+        ({"b": "x: [1,", "a": "extends: b.yaml"}, "b.yaml: while parsing"),
+        ({"b": "- 1", "a": "extends: b.yaml"}, "b.yaml: holds no mapping"),
+        ({"a": "extends: $HPCGRPO_NOT_SET/b.yaml"}, "HPCGRPO_NOT_SET is not set"),
+    ],
+)
+def test_a_wrong_extends_names_the_files(texts: dict[str, str], said: str, tmp_path: Path) -> None:
+    write(tmp_path, **texts)
+    with pytest.raises(ConfigError) as caught:
+        config.load(tmp_path / "a.yaml")
+    assert said in str(caught.value)
+    assert str(tmp_path) in str(caught.value) or "NOT_SET" in said
+
+
+def test_a_mistake_names_the_file_it_stands_in(tmp_path: Path) -> None:
+    """Of a key that two files say, the one whose value counts; what the command line says, the file asked for."""
+    base = MINIMAL.replace("train: {", "train: {learing_rate: 1.0, ").replace("name: grpo", "name: grop")
+    path = write(tmp_path, base=base, over="extends: base.yaml\ngeneration: {temperature: hot}\n")
+    with pytest.raises(ConfigError) as caught:
+        config.load(path, ["seed=x"])
+    lines = {line.partition(": ")[2].partition(":")[0]: line for line in str(caught.value).splitlines()}
+    assert lines["train.learing_rate"].startswith(f"{tmp_path / 'base.yaml'}: ")
+    assert lines["generation.temperature"].startswith(f"{path}: ")
+    assert lines["seed"].startswith(f"{path}: ")
+    write(tmp_path, base=base.replace("learing_rate: 1.0, ", ""), over="extends: base.yaml\n")
+    with pytest.raises(ConfigError, match=r"base\.yaml: algorithm: .*grpo"):
+        config.load(path)
+    with pytest.raises(ConfigError, match=r"over\.yaml: algorithm: .*grpo"):
+        config.load(path, ["algorithm.num_generations=8"])
+    with pytest.raises(ConfigError, match="extends: unknown key; here it is a key of files alone"):
+        load("extends=base.yaml")
+
+
+def test_the_raw_tree_is_neither_expanded_nor_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a study takes as its base: overrides and environment come later."""
+    base = MINIMAL.replace("data.jsonl", "$HPCGRPO_DATA/x.jsonl") + 'seed: 4\noutput_dir: "logs/${seed}"\n'
+    path = write(tmp_path, base=base, over="extends: base.yaml\nseed: 6\nunknown: 1\n")
+    tree = config.read_tree(path)
+    assert (tree["data"], tree["output_dir"]) == ({"path": "$HPCGRPO_DATA/x.jsonl"}, "logs/${seed}")
+    assert "extends" not in tree and tree["unknown"] == 1
+    monkeypatch.setenv("HPCGRPO_DATA", "/data")
+    run = config.load(write(tmp_path, over="extends: base.yaml\nseed: 6\n"), ["seed=7"])
+    assert (run.data.path, run.output_dir) == ("/data/x.jsonl", "logs/7")
+    assert "extends" not in config.to_yaml(run)
+
+
+# ---- arithmetic
+
+
 def counts(*overrides: str, rows: int | None = 7500, text: str = MINIMAL) -> Arithmetic:
     run = load(*overrides, text=text)
     return arithmetic(run, run.build_algorithm(), rows)

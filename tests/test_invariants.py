@@ -179,6 +179,31 @@ def test_igrpo_trains_the_second_prompt_and_nothing_of_the_first(base: str) -> N
     assert metrics["clip_ratio/region_mean"] > 0
 
 
+def test_training_the_drafts_adds_their_step_to_that_of_the_refinements() -> None:
+    """The loss is the mean over 5 + 3 completions: gradients add up as 5/8 and 3/8 of each stage's own step."""
+    base = {"name": "grpo", "num_generations": 5}
+    both = build({"name": "igrpo", "drafts": 3, "train_drafts": True, "base": base})
+    groups, policy = explored(both)
+    whole = step(groups, both, policy)
+    refined, drafted = (step(groups[i::2], build(base), policy) for i in (0, 1))
+    assert whole[0].item() == pytest.approx((5 * refined[0] + 3 * drafted[0]).item() / 8, abs=1e-13)
+    assert same(whole[2], {c: (5 * refined[2][c] + 3 * drafted[2][c]) / 8 for c in whole[2]})
+    first = {c: g for c, g in whole[2].items() if 9 not in c}  # contexts of the first prompt
+    assert size(first) > 0.01 and size(whole[2]) > size(first) + 0.01
+    alone = build({"name": "igrpo", "drafts": 3, "base": base})
+    groups, policy = explored(alone)
+    assert same({c: g for c, g in refined[2].items() if size({c: g})}, {
+        c: g for c, g in step(groups, alone, policy)[2].items() if size({c: g})
+    })  # fmt: skip
+
+
+def test_refill_trains_the_drafts_of_the_prompts_it_keeps() -> None:
+    base = {"name": "dapo", "num_generations": 5}
+    groups, _ = explored(build({"name": "igrpo", "drafts": 3, "train_drafts": True, "base": base}))
+    assert [g.stage for g in groups] == ["sample", "draft"] * 4
+    assert [g.prompt.position for g in groups[::2]] == [g.prompt.position for g in groups[1::2]]
+
+
 # ---- 9: scale invariance
 
 
@@ -216,6 +241,13 @@ def wrapped(base: dict[str, Any]) -> dict[str, dict[str, Any]]:
     def igrpo(inner: dict[str, Any]) -> dict[str, Any]:
         return {"name": "igrpo", "drafts": 2, "base": inner}
 
+    def subset(name: str, inner: dict[str, Any], **options: Any) -> dict[str, Any]:
+        return {"name": name, "num_train": 3, "base": inner, **options}
+
+    def teacher(name: str, inner: dict[str, Any], **options: Any) -> dict[str, Any]:
+        return {"name": name, "base": inner, **options}
+
+    both = {"name": "igrpo", "drafts": 2, "train_drafts": True, "base": base}
     return {
         "plain": base,
         "igrpo": igrpo(base),
@@ -224,6 +256,12 @@ def wrapped(base: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "cppo/global": cppo(base, prune_scope="global"),
         "igrpo(cppo)": igrpo(cppo(base)),
         "cppo(igrpo)": cppo(igrpo(base)),
+        "igrpo, both stages": both,
+        "igrpo(pods)": igrpo(subset("pods", base)),
+        "cppo(gfpo)": cppo(subset("gfpo", base, normalise_on="group"), prune_scope="global"),
+        "kdrl(igrpo, both stages)": teacher("kdrl", both),
+        "pods(kdrl)": subset("pods", teacher("kdrl", base)),
+        "igrpo(opd)": igrpo(teacher("opd", base, advantage_coef=0.5)),
     }
 
 
@@ -255,7 +293,7 @@ BASE_SPECS += [
 def test_any_nesting_gives_the_same_whole_and_in_pieces(wrapping: str, base: dict[str, Any]) -> None:
     algorithm = build(wrapped(base)[wrapping])
     groups, policy = explored(algorithm)
-    streams: Any = {"old": Tabular(2), "reference": Tabular(1)}
+    streams: Any = {"old": Tabular(2), "reference": Tabular(1), "peer": Tabular(3), "progress": 0.5}
     loss, metrics, gradient = step(groups, algorithm, policy, **streams)
     assert size(gradient) > 1e-3
     for pieces in (in_order(1), in_order(3), shuffled(0)):

@@ -1,0 +1,314 @@
+"""Our implementation or this scale? The papers' orderings on bandits whose right answer is known by hand.
+
+    .venv/bin/python benchmarks/controlled.py                     # all parts, into docs/studies/controlled
+    .venv/bin/python benchmarks/controlled.py --parts gains cppo --seeds 8 --output /tmp/controlled
+
+Policies are tables of logits; every step goes through the package's own explore, credit, select, weigh and loss.
+How to read the result: docs/studies/controlled/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from _bandit import (
+    EMPTY,
+    PLAIN,
+    BanditRollouts,
+    Bandits,
+    ascend,
+    closed_gradient,
+    exact_gradient,
+    loss_of,
+    questions,
+    single_pass_gain,
+    start,
+)
+from _pruning import curves as pruning_curves
+from _pruning import exact_tables, summary
+
+from hpcgrpo.algorithms import ALGORITHMS, build
+from hpcgrpo.algorithms.base import Algorithm
+from hpcgrpo.algorithms.credit import is_uniform
+
+ROOT = Path(__file__).parents[1]
+ARMS = 10
+TAUS = (0.0, 0.25, 0.5, 0.75, 1.0)
+ACCURACIES = (0.02, 0.1, 0.3, 0.5)
+COPIES: dict[str, tuple[float, bool]] = {
+    "no copying": (0.0, False),
+    "copy 2": (2.0, False),
+    "copy 4": (4.0, False),
+    "copy learnt from 2": (2.0, True),
+}
+LEARNING_RATES = (0.3, 1.0, 3.0)
+
+
+def grpo(num: int, scale: str = "group") -> dict[str, Any]:
+    """GRPO's specification; without importance weights, as sampler and learner are one table."""
+    return {
+        "name": "grpo",
+        "num_generations": num,
+        "scale_rewards": scale,
+        "importance_sampling_correction": "none",
+    }
+
+
+def igrpo(drafts: int, num: int, scale: str = "group", **options: Any) -> dict[str, Any]:
+    """iGRPO's specification over that."""
+    return {"name": "igrpo", "drafts": drafts, "base": grpo(num, scale), **options}
+
+
+def specifications() -> dict[str, dict[str, Any]]:
+    """The arms of the comparison: 8 rollouts a question each, but for GRPO 4, which trains what iGRPO does."""
+    arms = {
+        "GRPO 8": grpo(8),
+        "GRPO 4": grpo(4),
+        "iGRPO 4+4": igrpo(4, 4),
+        "iGRPO random draft": igrpo(4, 4, draft_choice="random"),
+        "iGRPO worst draft": igrpo(4, 4, draft_choice="worst"),
+        "iGRPO empty draft": igrpo(4, 4, draft_choice="empty"),
+        "GRPO 8, no std": grpo(8, "none"),
+        "iGRPO 4+4, no std": igrpo(4, 4, "none"),
+    }
+    if "train_drafts" in inspect.signature(ALGORITHMS["igrpo"]).parameters:
+        arms["both stages"] = igrpo(4, 4, train_drafts=True)
+    return arms
+
+
+def main() -> None:
+    options = parse_arguments()
+    torch.set_num_threads(1)
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / "results.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    for name in options.parts:
+        began = time.process_time()
+        results[name] = PARTS[name](options)
+        results.setdefault("cpu_seconds", {})[name] = round(time.process_time() - began, 1)
+        path.write_text(json.dumps(rounded(results), indent=1) + "\n")
+        print(f"{name}: {results['cpu_seconds'][name]} CPU-seconds", file=sys.stderr)
+    draw(results, options.output / "controlled.png")
+    (options.output / "tables.md").write_text(tables(results))
+    print(tables(results))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--seeds", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=100, help="of 2 questions x 8 (CPPO: 16) rollouts each")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "studies" / "controlled")
+    return parser.parse_args()
+
+
+# ---- one step: the package, enumerated and sampled, against the closed form
+
+
+def policy_of(accuracy: float, tau: float, copy: float, *, arms: int = ARMS) -> Bandits:
+    """One policy, a little off the symmetric start, so that no two wrong arms are alike."""
+    bandits = start(arms=arms, accuracy=accuracy, tau=torch.tensor([tau], dtype=torch.float64), copy=copy)
+    slope = torch.linspace(-0.3, 0.3, arms, dtype=torch.float64)
+    with torch.no_grad():
+        bandits.parts["plain"][0] += slope
+        bandits.parts["draft"][0] -= slope.roll(1)
+    return bandits
+
+
+def one_step(options: argparse.Namespace) -> dict[str, Any]:
+    """Largest difference of the expected gradient from the closed form: enumerated, and sampled in standard errors."""
+    small = {"GRPO 4": grpo(4), "GRPO 4, no std": grpo(4, "none")}
+    small |= {f"iGRPO 2+3 {c}": igrpo(2, 3, draft_choice=c) for c in ("best", "worst", "empty")}
+    small |= {f"iGRPO 2+3 {c}, no std": igrpo(2, 3, "none", draft_choice=c) for c in ("best", "worst", "empty")}
+    found: dict[str, Any] = {"enumerated": {}, "sampled_z": {}}
+    for name, spec in small.items():
+        bandits = policy_of(0.25, 0.6, 1.3, arms=3)
+        got, want = exact_gradient(bandits, build(spec), (1.0, 0.0, 0.0)), by_hand(bandits, spec)
+        found["enumerated"][name] = max(float((got[n] - want[n]).abs().max()) for n in want)
+    for name, spec in specifications().items():
+        if name != "both stages":
+            found["sampled_z"][name] = sampled_z(policy_of(0.3, 0.6, 2.0), spec, groups=4000)
+    return found
+
+
+def by_hand(bandits: Bandits, spec: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The closed form for a specification of GRPO or iGRPO."""
+    base = spec.get("base", spec)
+    return closed_gradient(
+        bandits,
+        drafts=spec.get("drafts", 0),
+        num=base["num_generations"],
+        choice=spec.get("draft_choice", "best"),
+        std_eps=1e-4 if base["scale_rewards"] == "group" else None,
+    )
+
+
+def sampled_z(bandits: Bandits, spec: Mapping[str, Any], *, groups: int, seed: int = 0) -> float:
+    """Largest |mean gradient - closed form| over logits of a part, in standard errors, over sampled groups."""
+    algorithm = build(spec)
+    copies = Bandits(
+        bandits.tau.repeat(groups),
+        bandits.copy.repeat(groups),
+        {n: p.detach().repeat(groups, 1).requires_grad_() for n, p in bandits.parts.items()},
+    )
+    rollouts = BanditRollouts(copies, reward_of_right(), torch.Generator().manual_seed(seed))
+    loss = loss_of(copies, algorithm, algorithm.explore(questions(groups, 1), rollouts)) * groups
+    gradients = torch.autograd.grad(-loss, list(copies.parts.values()), allow_unused=True)
+    worst = 0.0
+    for got, want in zip(gradients, by_hand(bandits, spec).values(), strict=True):
+        if got is not None:
+            error = got.std(0) / math.sqrt(groups)
+            worst = max(worst, float(((got.mean(0) - want).abs() / error.clamp(min=1e-12)).max()))
+    return worst
+
+
+def reward_of_right(arms: int = ARMS) -> list[float]:
+    return [1.0] + [0.0] * (arms - 1)
+
+
+# ---- where the ordering must appear: the first step, by hand
+
+
+def gains(options: argparse.Namespace) -> dict[str, Any]:
+    """First-step single-pass gain of iGRPO 4+4 over that of GRPO 8 at tau 1, by start, copy bonus and std.
+
+    It is proportional to tau (only the shared part moves the plain form), so the ordering appears where tau
+    exceeds 1 / ratio.
+    """
+    accuracies = (0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+    copies = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
+    found: dict[str, Any] = {"accuracies": accuracies, "copies": copies, "ratio": {}}
+    for label, eps in (("std", 1e-4), ("no std", None)):
+        for choice in ("best", "random", "worst", "empty"):
+            found["ratio"][f"{choice}, {label}"] = [
+                [ratio(p, c, choice=choice, std_eps=eps) for p in accuracies] for c in copies
+            ]
+    return found
+
+
+def ratio(accuracy: float, copy: float, *, choice: str, std_eps: float | None) -> float:
+    """iGRPO's gain over GRPO's, at full transfer."""
+    bandits = start(arms=ARMS, accuracy=accuracy, tau=torch.ones(1, dtype=torch.float64), copy=copy)
+    over = closed_gradient(bandits, drafts=4, num=4, choice=choice, std_eps=std_eps)
+    under = closed_gradient(bandits, drafts=0, num=8, std_eps=std_eps)
+    return single_pass_gain(bandits, over) / single_pass_gain(bandits, under)
+
+
+# ---- learning
+
+
+def learning(options: argparse.Namespace) -> dict[str, Any]:
+    """Single-pass and two-pass success of every arm, over tau, start accuracy and copying."""
+    return {
+        label: {
+            str(accuracy): {
+                name: learn(build(spec), accuracy, copy, learns, options)
+                for name, spec in specifications().items()
+            }
+            for accuracy in ACCURACIES
+        }
+        for label, (copy, learns) in COPIES.items()
+    }
+
+
+def learn(
+    algorithm: Algorithm, accuracy: float, copy: float, learns: bool, options: argparse.Namespace
+) -> dict[str, Any]:
+    """By tau: mean over the run and end of both success rates at the best of three learning rates."""
+    shape = (len(TAUS), len(LEARNING_RATES), options.seeds)
+    tau = torch.tensor(TAUS, dtype=torch.float64).view(-1, 1, 1).expand(shape).reshape(-1)
+    rate = torch.tensor(LEARNING_RATES, dtype=torch.float64).view(1, -1, 1).expand(shape).reshape(-1)
+    bandits = start(arms=ARMS, accuracy=accuracy, tau=tau, copy=copy, learn_copy=learns)
+    rollouts = BanditRollouts(bandits, reward_of_right(), torch.Generator().manual_seed(0))
+    one, two, mixed = [], [], torch.zeros(len(tau))
+    for _ in range(options.steps):
+        groups = ascend(bandits, algorithm, rollouts, prompts_per_step=2, learning_rate=rate)
+        lively = [g.prompt.row for g in groups if not is_uniform(g.rewards)]
+        mixed += torch.bincount(torch.tensor(lively, dtype=torch.int64), minlength=len(tau)) / (
+            len(groups) / len(tau)
+        )
+        first, second = bandits.accuracies()
+        one.append(first)
+        two.append(second)
+    return {
+        str(t): outcome(
+            torch.stack(one).view(-1, *shape)[:, i],
+            torch.stack(two).view(-1, *shape)[:, i],
+            (mixed / options.steps).view(shape)[i],
+        )
+        for i, t in enumerate(TAUS)
+    }
+
+
+def outcome(one: torch.Tensor, two: torch.Tensor, mixed: torch.Tensor) -> dict[str, Any]:
+    """[steps, learning rates, seeds] -> summaries at the learning rate with the largest mean of the run."""
+    best = int(one.mean((0, 2)).argmax())
+    best_two = int(two.mean((0, 2)).argmax())
+    return {
+        "learning_rate": LEARNING_RATES[best],
+        "one_pass": summary(one[:, best].mean(0)),
+        "one_pass_end": summary(one[-1, best]),
+        "one_pass_by_learning_rate": [summary(one[:, i].mean(0)) for i in range(len(LEARNING_RATES))],
+        "two_pass": summary(two[:, best_two].mean(0)),
+        "two_pass_end": summary(two[-1, best_two]),
+        "groups_with_spread": summary(mixed[best]),
+    }
+
+
+# ---- CPPO
+
+
+def pruning(options: argparse.Namespace) -> dict[str, Any]:
+    """Bias and variance of the pruned gradient, and learning, by rate and metric."""
+    return {"exact": exact_tables(), "learning": pruning_curves(seeds=options.seeds, steps=options.steps)}
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "one_step": one_step,
+    "gains": gains,
+    "learning": learning,
+    "cppo": pruning,
+}
+
+
+# ---- what is written
+
+
+def rounded(value: Any) -> Any:
+    """Floats to six significant digits."""
+    if isinstance(value, Mapping):
+        return {k: rounded(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(v) for v in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def tables(results: Mapping[str, Any]) -> str:
+    """The results as Markdown."""
+    parts = [TABLES[name](results[name]) for name in TABLES if name in results]
+    return "\n\n".join(parts) + "\n"
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in lines)
+
+
+def pm(value: Sequence[float]) -> str:
+    return f"{value[0]:.3f} ± {value[1]:.3f}"
+
+
+TABLES: dict[str, Callable[[Any], str]] = {}
+
+
+if __name__ == "__main__":
+    main()

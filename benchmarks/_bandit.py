@@ -55,9 +55,11 @@ class Bandits:
     @torch.no_grad()
     def accuracies(self) -> tuple[Tensor, Tensor]:
         """Success rates [R] in one pass, and in two (a sampled answer, shown as the draft of a second)."""
-        one = self.probabilities(PLAIN)
-        after = [one[:, d] * self.probabilities(d)[:, RIGHT] for d in range(one.shape[1])]
-        return one[:, RIGHT], torch.stack(after).sum(0)
+        one, empty = self.probabilities(PLAIN), self.probabilities(EMPTY)
+        more = self.copy.exp()[:, None] - 1  # by how much a draft's copy bonus raises its arm's weight
+        right = empty[:, RIGHT, None] / (1 + empty * more)  # [R, K] success after each draft
+        right[:, RIGHT] *= self.copy.exp()
+        return one[:, RIGHT], (one * right).sum(1)
 
 
 def start(*, arms: int, accuracy: float, tau: Tensor, copy: float, learn_copy: bool = False) -> Bandits:
@@ -181,8 +183,6 @@ def exact_gradient(bandits: Bandits, algorithm: Algorithm, rewards: Sequence[flo
     All K^(N+G) outcomes go through `explore` as a script and count with their probability. One replica.
     """
     arms, drafts, num = len(rewards), algorithm.num_drafts, algorithm.num_generations
-    trains_drafts = drafts == 0 and algorithm.batch_share > num
-    drafts = algorithm.batch_share - num if trains_drafts else drafts
     outcomes = list(itertools.product(range(arms), repeat=drafts + num))
     prompts = [Prompt(i, 0, (), "", (PLAIN,)) for i in range(len(outcomes))]
 
@@ -221,8 +221,8 @@ def _chances(
 # ---- closed forms, for a reward of 1 on one arm and 0 on the others
 
 
-def pull(p: float, num: int, *, std_eps: float | None = 1e-4) -> float:
-    """c in E[gradient with respect to the logits] = c (e_right - pi), for groups of `num`, success rate p.
+def pull(p: Tensor, num: int, *, std_eps: float | None = 1e-4) -> Tensor:
+    """[...]: c in E[gradient with respect to the logits] = c (e_right - pi), for groups of `num`, success rate p.
 
     m right answers of a group (binomial) have advantage (1 - m/G)/s each and the others -(m/G)/s, where
     s = sqrt(m(G - m)/(G(G - 1))) + eps. The mean score of a right answer is u = e_right - pi, that of a wrong one
@@ -231,7 +231,7 @@ def pull(p: float, num: int, *, std_eps: float | None = 1e-4) -> float:
     """
     if std_eps is None:
         return (1 - 1 / num) * p
-    total = 0.0
+    total = torch.zeros_like(p)
     for m in range(1, num):
         std = math.sqrt(m * (num - m) / (num * (num - 1)))
         total += math.comb(num, m) * p**m * (1 - p) ** (num - m) * m * (num - m) / num**2 / (std + std_eps)
@@ -253,22 +253,36 @@ def shown_drafts(plain: Sequence[float], num: int, choice: str) -> dict[int, flo
 
 
 def closed_gradient(
-    bandits: Bandits, *, drafts: int, num: int, choice: str = "best", std_eps: float | None = 1e-4
+    bandits: Bandits,
+    *,
+    drafts: int,
+    num: int,
+    choice: str = "best",
+    std_eps: float | None = 1e-4,
+    train_drafts: bool = False,
 ) -> dict[str, Tensor]:
-    """By hand: the expected ascent direction of iGRPO (`drafts` N > 0) or GRPO (0), by part, [K] each. One replica."""
+    """By hand: the expected ascent direction of iGRPO (`drafts` N > 0) or GRPO (0), by part, [K] each. One replica.
+
+    With `train_drafts` the drafts are a group of N too, and the mean is over N + G completions.
+    """
     tau = float(bandits.tau[0])
     plain = bandits.probabilities(PLAIN)[0]
 
-    def direction(pi: Tensor) -> Tensor:
-        return pull(float(pi[RIGHT]), num, std_eps=std_eps) * (_one_hot(RIGHT, len(pi)) - pi)
+    def direction(pi: Tensor, size: int) -> Tensor:
+        return pull(pi[..., RIGHT, None], size, std_eps=std_eps) * (_one_hot(RIGHT, len(plain)) - pi)
 
-    nothing = torch.zeros_like(plain)
-    if not drafts:
-        g = direction(plain)
-        return {"shared": math.sqrt(tau) * g, "plain": math.sqrt(1 - tau) * g, "draft": nothing}
-    chances = shown_drafts(plain.tolist(), drafts, choice)
-    g = torch.stack([q * direction(bandits.probabilities(d)[0]) for d, q in chances.items()]).sum(0)
-    return {"shared": math.sqrt(tau) * g, "plain": nothing, "draft": math.sqrt(1 - tau) * g}
+    first, second = torch.zeros_like(plain), torch.zeros_like(plain)
+    if drafts:
+        chances = shown_drafts(plain.tolist(), drafts, choice)
+        shown = torch.tensor(list(chances))
+        after = bandits.logits(torch.zeros_like(shown), shown).detach().softmax(-1)  # [drafts, K]
+        second = torch.tensor(list(chances.values()), dtype=torch.float64) @ direction(after, num)
+    else:
+        first = direction(plain, num)
+    if train_drafts:
+        first, second = drafts / (drafts + num) * direction(plain, drafts), num / (drafts + num) * second
+    shared, own = math.sqrt(tau), math.sqrt(1 - tau)
+    return {"shared": shared * (first + second), "plain": own * first, "draft": own * second}
 
 
 def single_pass_gain(bandits: Bandits, gradient: dict[str, Tensor]) -> float:

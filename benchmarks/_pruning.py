@@ -147,7 +147,7 @@ def exact_tables() -> dict[str, Any]:
 
 
 def curves(*, seeds: int, steps: int, num: int = 16) -> dict[str, Any]:
-    """Mean reward over the run and at its end at equal rollouts; the best of three learning rates for each."""
+    """Mean reward over the run and at its end at equal rollouts; the best of the learning rates for each."""
     rates = (0.5, 0.75, 0.875, 0.9375)
     cases = {"GRPO": cppo(0.0, num)}
     cases |= {f"P={r}": cppo(r, num) for r in rates}

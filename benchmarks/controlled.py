@@ -10,7 +10,6 @@ How to read the result: docs/studies/controlled/README.md.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import math
 import sys
@@ -21,8 +20,8 @@ from typing import Any
 
 import torch
 from _bandit import (
-    EMPTY,
     PLAIN,
+    RIGHT,
     BanditRollouts,
     Bandits,
     ascend,
@@ -36,21 +35,20 @@ from _bandit import (
 from _pruning import curves as pruning_curves
 from _pruning import exact_tables, summary
 
-from hpcgrpo.algorithms import ALGORITHMS, build
+from hpcgrpo.algorithms import build
 from hpcgrpo.algorithms.base import Algorithm
 from hpcgrpo.algorithms.credit import is_uniform
 
 ROOT = Path(__file__).parents[1]
-ARMS = 10
+ARMS = 100
 TAUS = (0.0, 0.25, 0.5, 0.75, 1.0)
-ACCURACIES = (0.02, 0.1, 0.3, 0.5)
-COPIES: dict[str, tuple[float, bool]] = {
+ACCURACIES = (0.05, 0.1, 0.3, 0.5)
+COPIES: dict[str, tuple[float, bool]] = {  # log-odds on the arm that the draft shows, and whether it is learnt
     "no copying": (0.0, False),
-    "copy 2": (2.0, False),
-    "copy 4": (4.0, False),
-    "copy learnt from 2": (2.0, True),
+    "copy bonus 3": (3.0, False),
+    "copy bonus learnt from 3": (3.0, True),
 }
-LEARNING_RATES = (0.3, 1.0, 3.0)
+LEARNING_RATES = (2.0, 8.0)
 
 
 def grpo(num: int, scale: str = "group") -> dict[str, Any]:
@@ -70,19 +68,17 @@ def igrpo(drafts: int, num: int, scale: str = "group", **options: Any) -> dict[s
 
 def specifications() -> dict[str, dict[str, Any]]:
     """The arms of the comparison: 8 rollouts a question each, but for GRPO 4, which trains what iGRPO does."""
-    arms = {
+    return {
         "GRPO 8": grpo(8),
         "GRPO 4": grpo(4),
         "iGRPO 4+4": igrpo(4, 4),
         "iGRPO random draft": igrpo(4, 4, draft_choice="random"),
         "iGRPO worst draft": igrpo(4, 4, draft_choice="worst"),
         "iGRPO empty draft": igrpo(4, 4, draft_choice="empty"),
+        "both stages": igrpo(4, 4, train_drafts=True),
         "GRPO 8, no std": grpo(8, "none"),
         "iGRPO 4+4, no std": igrpo(4, 4, "none"),
     }
-    if "train_drafts" in inspect.signature(ALGORITHMS["igrpo"]).parameters:
-        arms["both stages"] = igrpo(4, 4, train_drafts=True)
-    return arms
 
 
 def main() -> None:
@@ -105,8 +101,8 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--seeds", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=100, help="of 2 questions x 8 (CPPO: 16) rollouts each")
+    parser.add_argument("--seeds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=60, help="of 2 questions x 8 (CPPO: 16) rollouts each")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "studies" / "controlled")
     return parser.parse_args()
 
@@ -127,6 +123,7 @@ def policy_of(accuracy: float, tau: float, copy: float, *, arms: int = ARMS) -> 
 def one_step(options: argparse.Namespace) -> dict[str, Any]:
     """Largest difference of the expected gradient from the closed form: enumerated, and sampled in standard errors."""
     small = {"GRPO 4": grpo(4), "GRPO 4, no std": grpo(4, "none")}
+    small |= {"both stages 2+3": igrpo(2, 3, train_drafts=True)}
     small |= {f"iGRPO 2+3 {c}": igrpo(2, 3, draft_choice=c) for c in ("best", "worst", "empty")}
     small |= {f"iGRPO 2+3 {c}, no std": igrpo(2, 3, "none", draft_choice=c) for c in ("best", "worst", "empty")}
     found: dict[str, Any] = {"enumerated": {}, "sampled_z": {}}
@@ -135,8 +132,8 @@ def one_step(options: argparse.Namespace) -> dict[str, Any]:
         got, want = exact_gradient(bandits, build(spec), (1.0, 0.0, 0.0)), by_hand(bandits, spec)
         found["enumerated"][name] = max(float((got[n] - want[n]).abs().max()) for n in want)
     for name, spec in specifications().items():
-        if name != "both stages":
-            found["sampled_z"][name] = sampled_z(policy_of(0.3, 0.6, 2.0), spec, groups=4000)
+        bandits = policy_of(0.3, 0.6, 2.0, arms=10)
+        found["sampled_z"][name] = sampled_z(bandits, spec, groups=4000)
     return found
 
 
@@ -149,26 +146,33 @@ def by_hand(bandits: Bandits, spec: Mapping[str, Any]) -> dict[str, torch.Tensor
         num=base["num_generations"],
         choice=spec.get("draft_choice", "best"),
         std_eps=1e-4 if base["scale_rewards"] == "group" else None,
+        train_drafts=spec.get("train_drafts", False),
     )
 
 
 def sampled_z(bandits: Bandits, spec: Mapping[str, Any], *, groups: int, seed: int = 0) -> float:
     """Largest |mean gradient - closed form| over logits of a part, in standard errors, over sampled groups."""
-    algorithm = build(spec)
+    want, worst = by_hand(bandits, spec), 0.0
+    for name, got in sampled_gradients(bandits, spec, groups=groups, seed=seed).items():
+        error = (got.std(0) / math.sqrt(groups)).clamp(min=1e-12)
+        worst = max(worst, float(((got.mean(0) - want[name]).abs() / error).max()))
+    return worst
+
+
+def sampled_gradients(
+    bandits: Bandits, spec: Mapping[str, Any], *, groups: int, seed: int
+) -> dict[str, torch.Tensor]:
+    """By part, [groups, K]: the ascent direction of a step of one question, sampled `groups` times."""
+    algorithm, arms = build(spec), bandits.parts["plain"].shape[1]
     copies = Bandits(
         bandits.tau.repeat(groups),
-        bandits.copy.repeat(groups),
+        bandits.copy.detach().repeat(groups),
         {n: p.detach().repeat(groups, 1).requires_grad_() for n, p in bandits.parts.items()},
     )
-    rollouts = BanditRollouts(copies, reward_of_right(), torch.Generator().manual_seed(seed))
+    rollouts = BanditRollouts(copies, reward_of_right(arms), torch.Generator().manual_seed(seed))
     loss = loss_of(copies, algorithm, algorithm.explore(questions(groups, 1), rollouts)) * groups
     gradients = torch.autograd.grad(-loss, list(copies.parts.values()), allow_unused=True)
-    worst = 0.0
-    for got, want in zip(gradients, by_hand(bandits, spec).values(), strict=True):
-        if got is not None:
-            error = got.std(0) / math.sqrt(groups)
-            worst = max(worst, float(((got.mean(0) - want).abs() / error.clamp(min=1e-12)).max()))
-    return worst
+    return {n: g for n, g in zip(copies.parts, gradients, strict=True) if g is not None}
 
 
 def reward_of_right(arms: int = ARMS) -> list[float]:
@@ -179,28 +183,46 @@ def reward_of_right(arms: int = ARMS) -> list[float]:
 
 
 def gains(options: argparse.Namespace) -> dict[str, Any]:
-    """First-step single-pass gain of iGRPO 4+4 over that of GRPO 8 at tau 1, by start, copy bonus and std.
+    """First-step single-pass gain of iGRPO over that of GRPO with as many rollouts, at tau 1.
 
     It is proportional to tau (only the shared part moves the plain form), so the ordering appears where tau
-    exceeds 1 / ratio.
+    exceeds 1 / ratio. `by`: over start, copy bonus and number of arms; `splits`: the largest ratio of each N + G.
     """
     accuracies = (0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
     copies = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
-    found: dict[str, Any] = {"accuracies": accuracies, "copies": copies, "ratio": {}}
+    found: dict[str, Any] = {"accuracies": accuracies, "copies": copies, "by": {}, "splits": {}, "noise": {}}
     for label, eps in (("std", 1e-4), ("no std", None)):
-        for choice in ("best", "random", "worst", "empty"):
-            found["ratio"][f"{choice}, {label}"] = [
-                [ratio(p, c, choice=choice, std_eps=eps) for p in accuracies] for c in copies
-            ]
+        for arms in (10, 100, 1000):
+            for choice in ("best", "random", "worst", "empty")[: 4 if arms == ARMS else 1]:
+                found["by"][f"{choice}, {label}, {arms} arms"] = [
+                    [ratio(p, c, arms=arms, choice=choice, std_eps=eps) for p in accuracies] for c in copies
+                ]
+        for drafts in (1, 2, 3, 4, 5, 6):
+            found["splits"][f"{drafts}+{8 - drafts}, {label}"] = max(
+                (ratio(p, c, std_eps=eps, drafts=drafts), p, c) for p in accuracies for c in copies
+            )
+    for name in ("GRPO 8", "GRPO 4", "iGRPO 4+4", "iGRPO empty draft", "both stages"):
+        found["noise"][name] = [noise(p, 3.0, specifications()[name]) for p in ACCURACIES]
     return found
 
 
-def ratio(accuracy: float, copy: float, *, choice: str, std_eps: float | None) -> float:
-    """iGRPO's gain over GRPO's, at full transfer."""
-    bandits = start(arms=ARMS, accuracy=accuracy, tau=torch.ones(1, dtype=torch.float64), copy=copy)
-    over = closed_gradient(bandits, drafts=4, num=4, choice=choice, std_eps=std_eps)
+def ratio(
+    accuracy: float, copy: float, *, arms: int = ARMS, choice: str = "best", std_eps: float | None, drafts: int = 4
+) -> float:
+    """iGRPO's gain over GRPO's, 8 rollouts each, at full transfer."""
+    bandits = start(arms=arms, accuracy=accuracy, tau=torch.ones(1, dtype=torch.float64), copy=copy)
+    over = closed_gradient(bandits, drafts=drafts, num=8 - drafts, choice=choice, std_eps=std_eps)
     under = closed_gradient(bandits, drafts=0, num=8, std_eps=std_eps)
     return single_pass_gain(bandits, over) / single_pass_gain(bandits, under)
+
+
+def noise(accuracy: float, copy: float, spec: Mapping[str, Any], *, groups: int = 4000) -> float:
+    """Standard deviation over mean of one question's single-pass gain, at full transfer, over sampled groups."""
+    one = start(arms=ARMS, accuracy=accuracy, tau=torch.ones(1, dtype=torch.float64), copy=copy)
+    gradient = sampled_gradients(one, spec, groups=groups, seed=1)["shared"]
+    pi = one.probabilities(PLAIN)[0]
+    values = gradient @ (pi[RIGHT] * (torch.eye(ARMS, dtype=torch.float64)[RIGHT] - pi))
+    return float(values.std() / values.mean())
 
 
 # ---- learning
@@ -223,7 +245,7 @@ def learning(options: argparse.Namespace) -> dict[str, Any]:
 def learn(
     algorithm: Algorithm, accuracy: float, copy: float, learns: bool, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """By tau: mean over the run and end of both success rates at the best of three learning rates."""
+    """By tau: mean over the run and end of both success rates at the best of the learning rates."""
     shape = (len(TAUS), len(LEARNING_RATES), options.seeds)
     tau = torch.tensor(TAUS, dtype=torch.float64).view(-1, 1, 1).expand(shape).reshape(-1)
     rate = torch.tensor(LEARNING_RATES, dtype=torch.float64).view(1, -1, 1).expand(shape).reshape(-1)

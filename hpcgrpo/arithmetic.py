@@ -104,6 +104,8 @@ def _divides(what: str, value: int, by: int, why: str) -> None:
 
 
 def _share_text(algorithm: Algorithm, share: int) -> str:
+    if share == algorithm.num_generations + algorithm.num_drafts and algorithm.num_drafts:
+        return f"num_generations {algorithm.num_generations} + drafts {algorithm.num_drafts}, trained on too"
     if share == algorithm.num_generations:
         return f"num_generations {share}"
     return f"completions kept of each prompt's {algorithm.num_generations}"

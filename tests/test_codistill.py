@@ -165,7 +165,7 @@ MEAN = {"loss_agg": "seq_mean_token_mean"}
     # ratios sqrt(1.8), sqrt(.5), sqrt(2), sqrt(.5): gains .9, -.2, -.75 sqrt 2, .25 sqrt .5
     ({**MEAN, "large_is_level": "sequence"}, -(0.7 - 0.75 * 2**0.5 + 0.25 * 0.5**0.5) / 4),
     # 1 +- 0.6 leaves (1.2, 1.5), (.5, 1), (1, 2), (.5, 1) as they are for these signs
-    ({**MEAN, "large_epsilon": 0.6}, 0.028125),
+    ({**MEAN, "large_epsilon": 0.6, "epsilon_high": 0.1}, 0.028125),
 ])  # fmt: skip
 def test_e6_the_large_loss(options: dict[str, Any], expected: float) -> None:
     assert large_loss(**options)[0] == pytest.approx(expected, abs=1e-9)

@@ -28,6 +28,12 @@ SPECS = {
     ),
     "cppo, global": f"{{name: cppo, pruning_rate: 0.75, prune_scope: global, base: {{name: grpo, {G}}}}}",
     "cppo of gspo, no allocation": f"{{name: cppo, pruning_rate: 0.5, allocation: false, base: {{name: gspo, {G}}}}}",
+    "pods": f"{{name: pods, num_train: 2, base: {{name: grpo, {G}}}}}",
+    "igrpo of gfpo": f"{{name: igrpo, drafts: 2, base: {{name: gfpo, num_train: 2, base: {{name: grpo, {G}}}}}}}",
+    "cppo of gfpo": (
+        f"{{name: cppo, pruning_rate: 0.5, base: {{name: gfpo, num_train: 2, metric: efficiency,"
+        f" base: {{name: grpo, {G}}}}}}}"
+    ),
     "dapo, nothing ever varies": f"{{name: dapo, {G}, max_generation_batches: 1, mask_truncated_completions: true}}",
 }
 
@@ -67,4 +73,7 @@ def test_what_each_samples_and_keeps(runs: dict[str, list[dict]]) -> None:
     assert sampled_and_kept["grpo"] == (8, 8)
     assert sampled_and_kept["igrpo"] == (2 * (2 + 4), 8)
     assert sampled_and_kept["cppo, global"] == (32, 8)
+    assert sampled_and_kept["pods"] == (16, 8)
+    assert sampled_and_kept["igrpo of gfpo"] == (4 * (2 + 4), 8)
+    assert sampled_and_kept["cppo of gfpo"] == (8 * 4, 8)
     assert sampled_and_kept["cppo of gspo, no allocation"] == (8, 4)

@@ -61,7 +61,7 @@ def test_an_element_s_id_is_the_array_s_and_its_own() -> None:
 def test_runs_that_ask_for_the_same_share_an_array(tmp_path: Path) -> None:
     """And the script names a folder for each element, in a place whose name the shell would read otherwise."""
     folder = tmp_path / "it's 100% $HOME"
-    folder.mkdir()
+    (folder / "model").mkdir(parents=True)  # nothing reads one here
     path = write(folder)
     text = path.read_text().replace("num_generations: 8}", "num_generations: 8, cluster.mem_gb: 2}")
     path.write_text(text)
@@ -95,7 +95,7 @@ def test_a_study_runs_as_an_array_to_its_table(cluster: Cluster, tmp_path: Path)
     assert table["metrics"]["completions/sampled"]["GRPO 8"]["mean"] == 32
     for cell, index in ((cells(path)[0], 0), (cells(path)[2], 1)):
         assert (cell.run.folder / "slurm" / f"{job}_{index}.0" / "node-1.log").exists()
-        assert "run.step" or lines(cell) == [1, 2]
+        assert lines(cell) == [1, 2]
     again = cluster.hpcgrpo(*common, "--only", "seed=0")
     assert again.returncode == 0 and "2 runs, 2 finished" in again.stderr and not job_ids(again.stderr)
 
@@ -122,7 +122,6 @@ def test_an_element_is_requeued_and_a_live_one_is_not_queued_twice(cluster: Clus
     cluster.track(other)
     third = cluster.hpcgrpo(*common, "--wait", "--json", timeout_seconds=400)
     assert third.returncode == 0, third.stdout + third.stderr
-    assert "4 in the queue" in third.stderr or "0 finished" not in third.stderr
     assert not json.loads(third.stdout)["missing"]
     assert [lines(cell) for cell in runs] == [[1, 2, 3, 4]] * 4
     assert (runs[0].run.folder / "slurm" / f"{job}_0.1").is_dir()

@@ -73,7 +73,7 @@ class Algorithm:
     weigh: Weigh
     loss: Loss
     num_generations: int  # G, completions a group
-    num_drafts: int = 0  # N, further completions a prompt that are never trained on
+    num_drafts: int = 0  # N, further completions a prompt; trained on where batch_share counts them
     batch_share: int = 0  # completions of train_batch_size that one prompt takes up
     streams: frozenset[str] = frozenset()  # further log-probs the loss needs: reference, peer
     compares: bool = (

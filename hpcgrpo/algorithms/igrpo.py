@@ -92,7 +92,7 @@ def choose_draft(drafts: Sequence[Rollout], choice: DraftChoice, tie_break: TieB
 
 def _stages(refined: Group) -> tuple[Group, Group]:
     """A group of refinements, and that of its drafts on the first prompt."""
-    return refined, Group(refined.drafts[0].prompt, refined.drafts, stage="draft", rank=refined.rank)
+    return refined, Group(refined.drafts[0].prompt, refined.drafts, stage="draft")
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,9 @@ class Bandits:
     def logits(self, replica: Tensor, shown: Tensor) -> Tensor:
         """[B] replicas, [B] what each prompt shows -> [B, K]."""
         tau = self.tau[replica, None]
-        own = torch.where((shown == PLAIN)[:, None], self.parts["plain"][replica], self.parts["draft"][replica])
+        own = torch.where(
+            (shown == PLAIN)[:, None], self.parts["plain"][replica], self.parts["draft"][replica]
+        )
         logits = tau.sqrt() * self.parts["shared"][replica] + (1 - tau).sqrt() * own
         arms = torch.arange(logits.shape[1])
         return logits + self.copy[replica, None] * (shown[:, None] == arms)
@@ -81,7 +83,9 @@ class BanditRollouts:
     bandits: Bandits
     rewards: Sequence[float]  # [K]
     generator: torch.Generator | None = None
-    script: Callable[[int, str], Sequence[int]] | None = None  # (position, stage) -> the arms that are "sampled"
+    script: Callable[[int, str], Sequence[int]] | None = (
+        None  # (position, stage) -> the arms that are "sampled"
+    )
     seeds: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
@@ -97,9 +101,7 @@ class BanditRollouts:
         else:
             p = self.bandits.logits(*where(prompts)).detach().softmax(-1)
             arms = torch.multinomial(p, num, replacement=True, generator=self.generator).tolist()
-        return [
-            tuple(self._rollout(q, arm) for arm in row) for q, row in zip(prompts, arms, strict=True)
-        ]
+        return [tuple(self._rollout(q, arm) for arm in row) for q, row in zip(prompts, arms, strict=True)]
 
     def _rollout(self, prompt: Prompt, arm: int) -> Rollout:
         answer = Completion((arm,), (0.0,), "stop", "", next(self.seeds))
@@ -148,7 +150,9 @@ def loss_of(
         row=torch.arange(len(rows)),
         lengths=torch.ones(len(rows), dtype=torch.int64),
         advantages=torch.tensor([advantages[g][i] for g, i in chosen], dtype=torch.float64),
-        weights=torch.tensor([w * factors[g] for w, (g, _) in zip(weights, chosen, strict=True)], dtype=torch.float64),
+        weights=torch.tensor(
+            [w * factors[g] for w, (g, _) in zip(weights, chosen, strict=True)], dtype=torch.float64
+        ),
     )
     return algorithm.loss(new, batch)[0]
 

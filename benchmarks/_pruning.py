@@ -30,7 +30,8 @@ def cppo(rate: float, num: int, **options: Any) -> Algorithm:
 def ordered(policy: Sequence[float], num: int) -> dict[tuple[int, ...], float]:
     """Every group of `num` answers in order, with its probability."""
     return {
-        drawn: math.prod(policy[a] for a in drawn) for drawn in itertools.product(range(len(policy)), repeat=num)
+        drawn: math.prod(policy[a] for a in drawn)
+        for drawn in itertools.product(range(len(policy)), repeat=num)
     }
 
 
@@ -114,7 +115,9 @@ def exact_by_rate(p: float, *, num: int = 16) -> dict[str, Any]:
         copies, groups, chance = outcomes((p, 1 - p), BINARY, by_front(p, num, algorithm.batch_share))
         mean, variance = moments(gradients(copies, groups, algorithm), chance)
         whole = mean if whole is None else whole
-        found[str(rate)] = describe(mean, variance, whole, slope((p, 1 - p), BINARY), algorithm.batch_share / num)
+        found[str(rate)] = describe(
+            mean, variance, whole, slope((p, 1 - p), BINARY), algorithm.batch_share / num
+        )
     return found
 
 

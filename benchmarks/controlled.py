@@ -14,7 +14,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from _bandit import (
     single_pass_gain,
     start,
 )
+from _bandit_report import draw, tables
+from _distilling import study as distilling_study
 from _pruning import curves as pruning_curves
 from _pruning import exact_tables, summary
 
@@ -43,7 +45,9 @@ ROOT = Path(__file__).parents[1]
 ARMS = 100
 TAUS = (0.0, 0.25, 0.5, 0.75, 1.0)
 ACCURACIES = (0.05, 0.1, 0.3, 0.5)
-COPIES: dict[str, tuple[float, bool]] = {  # log-odds on the arm that the draft shows, and whether it is learnt
+COPIES: dict[
+    str, tuple[float, bool]
+] = {  # log-odds on the arm that the draft shows, and whether it is learnt
     "no copying": (0.0, False),
     "copy bonus 3": (3.0, False),
     "copy bonus learnt from 3": (3.0, True),
@@ -125,7 +129,9 @@ def one_step(options: argparse.Namespace) -> dict[str, Any]:
     small = {"GRPO 4": grpo(4), "GRPO 4, no std": grpo(4, "none")}
     small |= {"both stages 2+3": igrpo(2, 3, train_drafts=True)}
     small |= {f"iGRPO 2+3 {c}": igrpo(2, 3, draft_choice=c) for c in ("best", "worst", "empty")}
-    small |= {f"iGRPO 2+3 {c}, no std": igrpo(2, 3, "none", draft_choice=c) for c in ("best", "worst", "empty")}
+    small |= {
+        f"iGRPO 2+3 {c}, no std": igrpo(2, 3, "none", draft_choice=c) for c in ("best", "worst", "empty")
+    }
     found: dict[str, Any] = {"enumerated": {}, "sampled_z": {}}
     for name, spec in small.items():
         bandits = policy_of(0.25, 0.6, 1.3, arms=3)
@@ -207,7 +213,13 @@ def gains(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def ratio(
-    accuracy: float, copy: float, *, arms: int = ARMS, choice: str = "best", std_eps: float | None, drafts: int = 4
+    accuracy: float,
+    copy: float,
+    *,
+    arms: int = ARMS,
+    choice: str = "best",
+    std_eps: float | None,
+    drafts: int = 4,
 ) -> float:
     """iGRPO's gain over GRPO's, 8 rollouts each, at full transfer."""
     bandits = start(arms=arms, accuracy=accuracy, tau=torch.ones(1, dtype=torch.float64), copy=copy)
@@ -286,6 +298,30 @@ def outcome(one: torch.Tensor, two: torch.Tensor, mixed: torch.Tensor) -> dict[s
     }
 
 
+def predicted(options: argparse.Namespace) -> dict[str, Any]:
+    """Learning where the first step promises iGRPO most (full transfer, few right, some copying): is it ahead?
+
+    Single-pass success after 2, 5, 10, 20 and all steps, paired by step only; one learning rate, 4 x the seeds.
+    """
+    seeds, rate = 4 * options.seeds, 1.0
+    names = ("GRPO 8", "iGRPO 4+4", "both stages", "GRPO 8, no std", "iGRPO 4+4, no std")
+    marks = [m for m in (2, 5, 10, 20, options.steps) if m <= options.steps]
+    found: dict[str, Any] = {"steps": marks, "accuracy": 0.05, "copy": 3.0, "learning_rate": rate}
+    for name in names:
+        tau = torch.ones(seeds, dtype=torch.float64)
+        bandits = start(arms=ARMS, accuracy=found["accuracy"], tau=tau, copy=found["copy"])
+        rollouts = BanditRollouts(bandits, reward_of_right(), torch.Generator().manual_seed(0))
+        reached = []
+        for step in range(1, options.steps + 1):
+            ascend(
+                bandits, build(specifications()[name]), rollouts, prompts_per_step=2, learning_rate=tau * rate
+            )
+            if step in marks:
+                reached.append(summary(bandits.accuracies()[0]))
+        found[name] = reached
+    return found
+
+
 # ---- CPPO
 
 
@@ -298,7 +334,9 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "one_step": one_step,
     "gains": gains,
     "learning": learning,
+    "predicted": predicted,
     "cppo": pruning,
+    "codistill": lambda options: distilling_study(seeds=options.seeds, steps=options.steps),
 }
 
 
@@ -312,24 +350,6 @@ def rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [rounded(v) for v in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def tables(results: Mapping[str, Any]) -> str:
-    """The results as Markdown."""
-    parts = [TABLES[name](results[name]) for name in TABLES if name in results]
-    return "\n\n".join(parts) + "\n"
-
-
-def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in lines)
-
-
-def pm(value: Sequence[float]) -> str:
-    return f"{value[0]:.3f} ± {value[1]:.3f}"
-
-
-TABLES: dict[str, Callable[[Any], str]] = {}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""CPPO's time: the update phase at each pruning rate, and the whole step beside its bound S = 1 / ((1 - f) + f (1 - P)).
+"""CPPO's time: the update phase at each pruning rate, and the whole step beside S = 1 / ((1 - f) + f (1 - P)).
 
     .venv/bin/python benchmarks/cppo_speed.py [--rounds 7] [--json]
 
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +53,7 @@ class Case:
 
 def main() -> None:
     options = parse_arguments()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, where installed, prints to stdout
     with tempfile.TemporaryDirectory() as folder:
         trainer = assembled(Path(folder), options)
         rounds = measure(trainer, options)
@@ -62,8 +65,10 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="turns of every rate (default 5)")
-    parser.add_argument("--prompts", type=int, default=16, help="a step without allocation (default 16)")
-    parser.add_argument("--allocated", type=int, default=4, help="a step at P = 0 with allocation (default 4)")
+    parser.add_argument("--prompts", type=int, default=8, help="a step without allocation (default 8)")
+    parser.add_argument(
+        "--allocated", type=int, default=2, help="a step at P = 0 with allocation (default 2)"
+    )
     parser.add_argument("--completion-tokens", type=int, default=64, help="at most (default 64)")
     parser.add_argument("--beta", type=float, default=0.0, help="above 0: a reference forward pass too")
     parser.add_argument("--threads", type=int, default=1)
@@ -95,7 +100,7 @@ def assembled(folder: Path, options: argparse.Namespace) -> Trainer:
             },
             "train": {
                 "train_batch_size": options.prompts * NUM,
-                "learning_rate": 0.0,
+                "learning_rate": 1e-6,  # replaced by 0 below
                 "lr_scheduler_type": "constant",
                 "weight_decay": 0.0,
                 "max_steps": 1_000_000,
@@ -106,7 +111,9 @@ def assembled(folder: Path, options: argparse.Namespace) -> Trainer:
         }
     )
     config.folder.mkdir(parents=True, exist_ok=True)
-    return assemble(config, *join(config), None).trainer
+    trainer = assemble(config, *join(config), None).trainer
+    trainer.learning_rate = lambda update: 0.0
+    return trainer
 
 
 def specification(rate: float, options: argparse.Namespace, *, allocation: bool) -> dict[str, Any]:
@@ -130,11 +137,11 @@ def measure(trainer: Trainer, options: argparse.Namespace) -> dict[str, list[Tim
     trainer.sync()
     every = cases(options)
     rounds: dict[str, list[Times]] = {case.key: [] for case in every}
-    for i in range(options.rounds + 1):
+    step(trainer, every[0])
+    for i in range(options.rounds):
         for case in every:
-            times = step(trainer, case)
-            if i:
-                rounds[case.key].append(times)
+            rounds[case.key].append(step(trainer, case))
+        print(f"round {i + 1} of {options.rounds}: {time.process_time():.0f} CPU-seconds", file=sys.stderr)
     return rounds
 
 

@@ -80,7 +80,7 @@ def build_tiny_model(
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 2),
+        num_key_value_heads=heads // 2 if heads % 2 == 0 else 1,
         intermediate_size=3 * hidden,
         max_position_embeddings=max_length,
         initializer_range=initializer_range,

@@ -101,7 +101,8 @@ def test_where_the_kd_reward_is_placed() -> None:
     )
     algorithm = build(spec(kd_placement="loss"))
     assert algorithm.credit([worked()])[0] == (0.75, -0.25, -0.75, 0.25)
-    assert algorithm.streams == {"peer"} and build(spec()).streams == frozenset()
+    assert algorithm.streams == {"peer"}
+    assert build(spec()).streams == large_of(algorithm).streams == frozenset()
 
 
 def test_e6_the_kd_reward_is_minus_the_reverse_kl_in_expectation() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import make_model
+from runs import make_model, metrics
 
 from hpcgrpo import config
 from hpcgrpo.config import ConfigError
@@ -145,6 +145,7 @@ REFUSED = [
     ("name: a\naxes: {seed: [1]}\n", "base: required, but missing"),
     ("name: a/b\nbase: base.yaml\naxes: {seed: [1]}\n", "name: String should match pattern"),
     (axes("seed: [1]") + "base: other.yaml\n", "duplicate key"),
+    (axes("seed: [1]").replace("base.yaml", "bas.yaml"), "bas.yaml: no such configuration file; did you mean"),
 ]  # fmt: skip
 
 
@@ -158,6 +159,7 @@ def test_what_is_wrong_is_told_with_its_cell_before_anything_starts(
 
 def test_an_override_that_an_axis_would_undo_is_refused(tmp_path: Path) -> None:
     assert "override seed: the axis seed sets seed itself" in refused(tmp_path, STUDY, "seed=4")
+    assert "override 'seed': write it as key.sub=value" in refused(tmp_path, STUDY, "seed")
 
 
 def test_only_some_runs(tmp_path: Path) -> None:
@@ -447,6 +449,22 @@ def left_running(folder: Path) -> list[str]:
     return found
 
 
+def test_a_dry_run_downloads_nothing_and_says_what_it_could_not_look_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    text = STUDY + "set: {model_name_or_path: nobody/nothing, data: {preset: gsm8k, options: {}}}\n"
+    study = loaded(tmp_path, text, "data.options=null")
+    assert command.run(study, command.Options(dry_run=True, as_json=True)) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert len(said["runs"]) == 4 and not (tmp_path / "logs").exists()
+    assert any("hf download nobody/nothing" in note for note in said["notes"])
+    missing = loaded(tmp_path, STUDY, "model_name_or_path=./nothing")
+    with pytest.raises(ConfigError, match=r"cell GRPO-4_seed0: model_name_or_path .*no such folder"):
+        command.run(missing, command.Options())
+
+
 @pytest.mark.slow
 def test_a_study_that_is_killed_and_run_again_gives_the_same_table(tmp_path: Path) -> None:
     """Once killed outright, once ended by SIGTERM, against one that ran through; one of its runs has two ranks."""
@@ -464,6 +482,12 @@ def test_a_study_that_is_killed_and_run_again_gives_the_same_table(tmp_path: Pat
     whole = json.loads(out)
     assert not whole["missing"] and "4 of 4 done" in err
     assert whole["metrics"]["completions/sampled"]["iGRPO 2 + 4"]["mean"] == 4 * 2 * 6
+    forked = tmp_path / "whole" / "small" / "iGRPO-2-4_seed0"  # a run by itself is the same
+    code, out, err = ended(
+        hpcgrpo("train", str(forked / "config.yaml"), "name=alone", f"output_dir={tmp_path}")
+    )
+    assert code == 0, err
+    assert metrics(forked) == metrics(tmp_path / "alone")
 
     first = study("cut")
     until(
@@ -497,7 +521,7 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     arguments = ("study", str(path), "train.max_steps=1", "--output-dir", str(tmp_path / "logs"))
     code, out, err = ended(hpcgrpo(*arguments, "--only", "seed=0"))
     assert code == 1
-    assert "1 of 2 done, 1 failed" in err and "GRPO-4_seed0 ended with code 1" in err and "out of luck" in err
+    assert "1 of 2 done, 1 failed" in err and "GRPO-4_seed0 ended with code 2" in err and "out of luck" in err
     assert "Missing: 3 of 4 runs" in out
     assert steps(tmp_path / "logs" / "small" / "iGRPO-2-4_seed0") == 1
 

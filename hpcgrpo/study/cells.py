@@ -172,15 +172,19 @@ def _flat(overrides: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _check_keys(axes: Sequence[Axis], sets: Mapping[str, Any], source: str) -> None:
-    """No key is set in two places, of which one would have no effect; none is the study's own."""
+    """No key is set where it never has an effect (a later axis goes before an earlier one); none is the study's own."""
     found = {"set": set(_flat(sets))}
     found |= {axis.name: {key for s in axis.sets.values() for key in _flat(s)} for axis in axes}
     for place, keys in found.items():
         if own := sorted(keys & set(OWN)):
             raise ConfigError(f"{source}: {place}: {own[0]} is set by the study itself; leave it out")
-    for (a, first), (b, second) in itertools.combinations(found.items(), 2):
-        if a != "set" and (both := sorted(first & second)):
-            raise ConfigError(f"{source}: {both[0]} is set by the axes {a} and {b}; one would have no effect")
+    always = {axis.name: set.intersection(*(set(_flat(s)) for s in axis.sets.values())) for axis in axes}
+    for axis, later in itertools.combinations(axes, 2):
+        if both := sorted(found[axis.name] & always[later.name]):
+            raise ConfigError(
+                f"{source}: {both[0]} is set by the axes {axis.name} and {later.name}, and by each label of the latter;"
+                " the first would have no effect"
+            )
 
 
 def refuse_hidden(axes: Sequence[Axis], sets: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,19 +82,34 @@ def select(study: Study, only: Sequence[str]) -> list[Cell]:
     return found
 
 
+def checkable(cells: Sequence[Cell], outstanding: Sequence[Command]) -> list[Cell]:
+    """One cell of those that differ in their seeds alone, without those whose models are yet to be prepared."""
+    later = set(prepare.awaited(list(outstanding)))
+    found: dict[str, Cell] = {}
+    for cell in cells:
+        models = [cell.run.model_name_or_path, cell.run.peer.model_name_or_path if cell.run.peer else ""]
+        if not {model.rstrip("/") for model in models} & later:
+            alike = cell.run.model_copy(update={"name": "x", "seed": 0}).model_dump_json()
+            found.setdefault(alike, cell)
+    return list(found.values())
+
+
 def check(cells: Sequence[Cell], outstanding: Sequence[Command]) -> None:
     """Every run's inputs, but for models that are yet to be prepared. Raises ConfigError naming the run."""
-    later, seen = set(prepare.awaited(list(outstanding))), set()
-    for cell in cells:
-        run = cell.run
-        alike = run.model_copy(update={"name": "x", "seed": 0}).model_dump_json()
-        if run.model_name_or_path.rstrip("/") in later or alike in seen:
-            continue
-        seen.add(alike)
-        try:
-            checks.inputs(run)
-        except ValueError as error:
-            raise ConfigError(f"cell {cell.name}: {error}") from None
+    for cell in checkable(cells, outstanding):
+        with named(cell):
+            checks.inputs(cell.run)
+
+
+@contextlib.contextmanager
+def named(cell: Cell) -> Iterator[None]:
+    """What a user can mend is told with the cell's name."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(
+            "\n".join(f"cell {cell.name}: {line}" for line in str(error).splitlines())
+        ) from None
 
 
 def _prepare(study: Study, commands: Sequence[Command]) -> None:
@@ -112,11 +127,8 @@ def unfinished(cells: Sequence[Cell]) -> list[Cell]:
     left = []
     for cell in cells:
         notes = io.StringIO()  # what is finished is counted, not told one by one
-        try:
-            with contextlib.redirect_stderr(notes):
-                again = launch_local.prepare(cell.run, fresh=False)
-        except ValueError as error:
-            raise ConfigError(f"cell {cell.name}: {error}") from None
+        with named(cell), contextlib.redirect_stderr(notes):
+            again = launch_local.prepare(cell.run, fresh=False)
         if again:
             left.append(cell)
             sys.stderr.write(notes.getvalue())
@@ -149,9 +161,13 @@ def _on_slurm(study: Study, chosen: Sequence[Cell], options: Options) -> int:
     left = unfinished([cell for cell in chosen if cell.name not in live])
     done = len(chosen) - len(live) - len(left)
     say(f"{study.name}: {len(chosen)} runs, {done} finished, {len(live)} in the queue; in {study.folder}")
+    queued = {}
     for job_id, count in array.submit_arrays(study, left, parallelism=options.array_parallelism):
         say(f"{study.name}: job {job_id}: {count} runs; to end them: scancel {job_id}")
+        queued[job_id] = count
     if not options.wait:
+        if options.as_json:
+            print(json.dumps({"study": study.name, "folder": str(study.folder), "jobs": queued}))
         return 0
     code = array.follow(chosen, lambda line: say(f"{study.name}: {line}"))
     return code if code == array.INTERRUPTED else max(code, _compare(study, options))
@@ -172,20 +188,30 @@ def _compare(study: Study, options: Options) -> int:
 
 
 def _dry_run(study: Study, chosen: Sequence[Cell], commands: Sequence[Command], options: Options) -> int:
+    """Nothing is started and nothing downloaded: what could not be looked at for that is said."""
     outstanding = [c for c in commands if c.outstanding]
-    check(chosen, outstanding)
+    notes: dict[str, None] = {}
+    for cell in checkable(chosen, outstanding):
+        with named(cell):
+            report = checks.check(cell.run)
+        notes |= {f"warning  {note}": None for note in report["warnings"]}
+        notes |= {f"not checked  {note}": None for note in report["not_checked"]}
     if options.as_json:
         runs = [{"cell": c.name, "labels": dict(c.labels), "folder": str(c.run.folder)} for c in chosen]
-        print(
-            json.dumps(
-                {"study": study.name, "prepare": [str(c) for c in outstanding], "runs": runs}, indent=1
-            )
-        )
+        said = {
+            "study": study.name,
+            "prepare": [str(c) for c in outstanding],
+            "runs": runs,
+            "notes": list(notes),
+        }
+        print(json.dumps(said, indent=1))
         return 0
     for command in outstanding:
         print(f"prepare  {command}")
     for cell in chosen:
         print(f"run      {cell.run.folder}  ({', '.join(f'{a}: {v}' for a, v in cell.labels.items())})")
+    for note in notes:
+        print(note)
     print(f"{len(chosen)} runs; compared: {', '.join(study.labels)}")
     return 0
 

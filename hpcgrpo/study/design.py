@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from hpcgrpo import config
 from hpcgrpo.config import ConfigError
+from hpcgrpo.config_file import Layer, Tree, override, read
 from hpcgrpo.sections import RunConfig
 from hpcgrpo.study.cells import Axis, Cell, build_axes, build_cells, near, refuse_hidden
 
@@ -190,32 +193,13 @@ def _usual_curves(run: RunConfig) -> tuple[str, ...]:
     return ("reward", *held_out, "entropy", "completions/mean_length")
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-
-
 def _read(path: Path, overrides: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     """The file's values with overrides of its own keys, and the overrides that are meant for the runs."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
+    own = [item for item in overrides if re.split("[.=]", item, maxsplit=1)[0] in StudyFile.model_fields]
     sets: dict[str, Any] = {}
-    try:
-        tree = OmegaConf.create(_text(path))
-        if not OmegaConf.is_dict(tree):
-            raise ConfigError(f"{path}: holds no mapping of keys to values; see docs/studies.md")
-        for item in overrides:
-            key = item.partition("=")[0]
-            value = OmegaConf.select(OmegaConf.from_dotlist([item]), key)
-            plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-            if key.partition(".")[0] in StudyFile.model_fields:
-                OmegaConf.update(tree, key, plain, merge=False, force_add=True)
-            else:
-                sets[key] = plain
-        return OmegaConf.to_container(tree, resolve=True), sets
-    except (YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    nothing = Tree({}, (Layer(str(path), {}),))
+    for item in overrides:
+        if item not in own:
+            key, value = item.partition("=")[0], override(nothing, [item]).values
+            sets[key] = reduce(lambda inner, part: inner[part], key.split("."), value)
+    return override(read(path), own).values, sets

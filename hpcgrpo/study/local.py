@@ -103,6 +103,7 @@ class Resident:
             if "code" in message:
                 self.codes[message["pid"]] = message["code"]
             elif "pid" in message:
+                self.codes.pop(message["pid"], None)  # of an earlier run with this number
                 self._pids.append(message["pid"])
 
     def look(self) -> None:

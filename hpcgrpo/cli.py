@@ -142,6 +142,7 @@ def _study_commands(command: Any) -> None:
     sub.add_argument("--target-accuracy", type=float, default=0.5, help="where to stop (default 0.5)")
     sub.add_argument("--template", default="{question}#{draft}#{question}", help="how a draft is shown")
     sub.add_argument("--max-steps", type=int, default=1500, help="to reach the target (default 1500)")
+    sub.add_argument("--max-samples", type=int, default=16384, help="questions to learn from (default 16384)")
     sub.add_argument("--hidden-size", type=int, default=128, help="a multiple of 32 (default 128)")
     sub.add_argument("--num-layers", type=int, default=2, help="(default 2)")
     sub.add_argument(
@@ -211,6 +212,7 @@ def warm_start(arguments: argparse.Namespace) -> int:
         target_accuracy=arguments.target_accuracy,
         template=arguments.template,
         max_steps=arguments.max_steps,
+        num_rows=arguments.max_samples,
         hidden=arguments.hidden_size,
         layers=arguments.num_layers,
     )

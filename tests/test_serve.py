@@ -97,6 +97,30 @@ def test_every_engine_sees_its_own_gpus_and_the_secret_is_no_argument(tmp_path: 
     assert "CUDA_VISIBLE_DEVICES" not in serve.environment(serve.plan(run_config(tmp_path)), 0, secret)
 
 
+def test_a_policy_that_writes_hints_has_engines_and_gpus_of_its_own(tmp_path: Path) -> None:
+    """8 GPUs: 2 engines of 2 for the peer, so 4 engines of 1 for the actor, on the first four."""
+    two = {
+        **gpu_keys(8, 1),
+        "algorithm": "{name: codistill, num_rollouts: 8, num_train: 4, hint_tokens: 5}",
+        "peer": "{model_name_or_path: large/model, vllm_engines: 2, vllm_tensor_parallel_size: 2}",
+    }
+    actor, peer = serve.plans(run_config(tmp_path, **two))
+    assert (actor.model, actor.engines, actor.tensor_parallel_size) == ("some/model", 4, 1)
+    assert (peer.model, peer.engines, peer.tensor_parallel_size) == ("large/model", 2, 2)
+    seen = [
+        serve.environment(p, i, tmp_path)["CUDA_VISIBLE_DEVICES"]
+        for p in (actor, peer)
+        for i in range(p.engines)
+    ]
+    assert seen == ["0", "1", "2", "3", "4,5", "6,7"]
+    without = two | {"algorithm": "{name: codistill, num_rollouts: 8, num_train: 4}"}
+    assert [plan.engines for plan in serve.plans(run_config(tmp_path, **without))] == [8]
+    with pytest.raises(
+        ValueError, match=r"peer.vllm_engines: .* take 8 of a serve node's 8 GPUs, which leaves 0"
+    ):
+        run_config(tmp_path, **two, **{"peer.vllm_engines": "4"})
+
+
 Start = Callable[..., serve.Engines]
 
 

@@ -25,7 +25,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # What a login node runs; torch takes tens of seconds to import on many cluster file systems.
 LOGIN_NODE = ("cli", "config", "types", "algorithms", "rewards", "tasks", "checks", "doctor")
-LOGIN_NODE += ("study.design", "study.command", "study.local", "study.array", "study.statistics", "study.tables")
+LOGIN_NODE += (
+    "study.design",
+    "study.command",
+    "study.local",
+    "study.array",
+    "study.statistics",
+    "study.tables",
+)
 LOGIN_NODE += ("launch.job", "launch.sbatch", "launch.queue", "launch.follow", "launch.submit", "launch.node")
 IMPORTED_ONCE = ("vllm", "deepspeed", "submitit", "math_verify")
 # Where an engine is vLLM's, which is what vLLM calls it.

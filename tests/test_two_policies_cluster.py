@@ -34,8 +34,15 @@ def run(session_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> P
     )  # fmt: skip
     small = tiny.build_tiny_model(seed=3, hidden=64, layers=1, heads=2)
     tiny.save(small, tiny.build_character_tokenizer(), folder / "small")
-    overrides = [f"model_name_or_path={folder}/small", f"peer={{model_name_or_path: {folder}/model}}", CODISTILL,
-                 EVAL, "data.max_samples=8", "generation.vllm_server_timeout=400", "train.learning_rate=5e-3"]  # fmt: skip
+    overrides = [
+        f"model_name_or_path={folder}/small",
+        f"peer={{model_name_or_path: {folder}/model}}",
+        CODISTILL,
+        EVAL,
+        "data.max_samples=8",
+        "generation.vllm_server_timeout=400",
+        "train.learning_rate=5e-3",
+    ]
     job = session_cluster.submit(config, *overrides)
     found = folder / "logs" / "codistill"
 

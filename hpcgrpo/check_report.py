@@ -39,6 +39,8 @@ def _show_counts(console: Console, report: Mapping[str, Any]) -> None:
         table.add_row("vLLM servers", f"{servers['count']} ({servers['per_node']} a node, {on})")
     if report["model"]["parameters"]:
         table.add_row("model parameters", f"{report['model']['parameters']:,}")
+    if report["peer"] and report["peer"]["parameters"]:
+        table.add_row("peer parameters", f"{report['peer']['parameters']:,}")
     if found := report["checkpoints"]:
         table.add_row("checkpoint", f"{gigabytes(found['bytes_each'])}, {found['at_once']} at once")
         table.add_row("free space", gigabytes(found["bytes_free"]))

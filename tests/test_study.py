@@ -414,12 +414,15 @@ def hpcgrpo(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-m", "hpcgrpo.cli", *arguments], **pipes, **options)
 
 
-def ended(process: subprocess.Popen[str], timeout_seconds: float = 300) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=timeout_seconds)
+def ended(process: subprocess.Popen[str], timeout_seconds: float = 800) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=timeout_seconds)
+    finally:
+        process.kill()  # and with it all of its runs
     return process.returncode, out, err
 
 
-def until(met: Callable[[], Any], timeout_seconds: float = 200) -> None:
+def until(met: Callable[[], Any], timeout_seconds: float = 400) -> None:
     deadline = time.monotonic() + timeout_seconds
     while not met():
         assert time.monotonic() < deadline
@@ -466,6 +469,7 @@ def test_a_dry_run_downloads_nothing_and_says_what_it_could_not_look_at(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_study_that_is_killed_and_run_again_gives_the_same_table(tmp_path: Path) -> None:
     """Once killed outright, once ended by SIGTERM, against one that ran through; one of its runs has two ranks."""
     model = make_model(tmp_path / "model")

@@ -28,6 +28,8 @@ MAY_CHANGE = {
     "eval",
     "grader_processes",
     "log_completions",
+    "peer.vllm_engines",
+    "peer.vllm_tensor_parallel_size",
     "output_dir",
     "report_to",
     "train.async_save",

@@ -61,6 +61,7 @@ def test_the_expected_gradient_is_the_closed_form(spec: dict[str, Any]) -> None:
     assert all(torch.allclose(got[name], want[name], rtol=0, atol=1e-12) for name in want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["iGRPO 4+4", "iGRPO random draft", "GRPO 8", "both stages"])
 def test_the_shipped_group_sizes_agree_with_it_over_sampled_groups(name: str) -> None:
     bandits = controlled.policy_of(0.3, 0.6, 2.0, arms=5)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from runs import write_config
 
-from hpcgrpo import checks, config, pretrained, tokenizer
+from hpcgrpo import checks, config, models, pretrained, tokenizer
 from hpcgrpo.config import ConfigError
 from hpcgrpo.sections import RunConfig
 from hpcgrpo.tasks import Row, build_renderer
@@ -241,9 +241,45 @@ def test_tensor_parallel_size_must_divide_the_heads(tmp_path: Path) -> None:
     for size, per_node in ((1, 8), (2, 4), (4, 2)):
         run = load(model, tmp_path, f"generation.vllm_tensor_parallel_size={size}")
         checks.inputs(run)
-        assert checks._servers(run) == {"count": per_node, "nodes": 1, "per_node": per_node, "gpus": size}
+        assert models.servers(run) == {"count": per_node, "nodes": 1, "per_node": per_node, "gpus": size}
     with pytest.raises(ConfigError, match="4 attention heads and 2 key-value heads; use one of 1, 2, 4 "):
         checks.inputs(load(model, tmp_path, "generation.vllm_tensor_parallel_size=8"))
+
+
+CODISTILL = "algorithm={name: codistill, num_rollouts: 6, num_train: 4}"
+
+
+def test_two_policies_must_have_one_vocabulary(tiny: Path, tmp_path: Path) -> None:
+    """The peer's folder with one token renamed: its id is named, with both folders and the way out."""
+    peer = shutil.copytree(tiny, tmp_path / "peer")
+    keys = [CODISTILL, f"peer={{model_name_or_path: {peer}}}"]
+    report = checks.check(load(tiny, tmp_path, *keys))
+    assert report["peer"]["parameters"] == report["model"]["parameters"]
+    one = checks.check(load(tiny, tmp_path, "algorithm={name: grpo, num_generations: 4}"))
+    assert report["checkpoints"]["bytes_each"] == 2 * one["checkpoints"]["bytes_each"]
+    path = peer / "tokenizer.json"
+    path.write_text(path.read_text().replace('"7":', '"seven":'))
+    with pytest.raises(ConfigError, match=r"token '(7|seven)' is .* take two models of one family"):
+        checks.inputs(load(tiny, tmp_path, *keys))
+
+
+def test_a_peer_where_none_belongs_and_none_where_one_does(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="peer: missing, but algorithm codistill trains two policies"):
+        load(tiny, tmp_path, CODISTILL)
+    with pytest.raises(ConfigError, match="algorithm grpo has no second policy; leave peer out"):
+        load(
+            tiny,
+            tmp_path,
+            "algorithm={name: grpo, num_generations: 4}",
+            f"peer={{model_name_or_path: {tiny}}}",
+        )
+    with pytest.raises(ConfigError, match=r"peer.*no such folder"):
+        checks.inputs(load(tiny, tmp_path, CODISTILL, "peer={model_name_or_path: ./nowhere}"))
+    with pytest.raises(ConfigError, match="hint_tokens"):
+        load(
+            tiny, tmp_path, "algorithm={name: codistill, num_rollouts: 6, num_train: 4, hint_tokens: 800}",
+            f"peer={{model_name_or_path: {tiny}}}",
+        )  # fmt: skip
 
 
 def test_heads_that_a_cpu_does_not_serve(tmp_path: Path) -> None:
@@ -418,10 +454,10 @@ def test_the_space_of_checkpoints(tmp_path: Path) -> None:
     model = pretrained.find(run.model_name_or_path, offline=False)
     assert model.parameters == count and model.weight_bytes == 4 * count
     counts = config.arithmetic(run, run.build_algorithm(), None)
-    space = checks.disk(run, model, counts)
+    space = checks.disk(run, model, None, counts)
     assert space is not None and space["bytes_each"] == 16 * count
     assert space["at_once"] == 3 and space["bytes_needed"] == 48 * count
-    on_gpus = checks.disk(load(tmp_path / "model", tmp_path), model, counts)
+    on_gpus = checks.disk(load(tmp_path / "model", tmp_path), model, None, counts)
     assert on_gpus is not None and on_gpus["bytes_each"] == 14 * count
 
 

@@ -153,7 +153,7 @@ def test_algorithms_lists_every_option_with_its_default() -> None:
     assert found["dapo", "epsilon_high"] == "0.28"
     assert found["igrpo", "drafts"] == "4"
     assert found["cppo", "pruning_rate"] == "required"
-    assert "one of bnpo, cppo, dapo" in refused("algorithms", "gropo")
+    assert "one of bnpo, codistill, cppo, dapo" in refused("algorithms", "gropo")
 
 
 @pytest.mark.parametrize("command", ["train", "check", "algorithms", "quickstart", "import-gguf"])

@@ -353,7 +353,11 @@ def test_building_is_light() -> None:
 def test_table_and_weights() -> None:
     rewards = built({"accuracy": 1, "format": {"strict": True}})
     assert rewards.names == ("accuracy", "format") and rewards.weights == (1.0, 1.0)
-    assert set(REWARDS) == {"accuracy", "format", "cppo_gsm8k", "cppo_format", "overlong", "judge"}
+    mathematical, of_form = (
+        {"accuracy", "cppo_gsm8k", "judge"},
+        {"format", "cppo_format", "closing_tags", "overlong"},
+    )
+    assert set(REWARDS) == mathematical | of_form
     assert rewards.score([], []) == []
 
 
@@ -484,3 +488,11 @@ def test_judge_that_is_slow_or_gone_is_an_error_of_that_part(endpoint: Endpoint)
 def test_judge_that_refuses_the_key_ends_the_run(endpoint: Endpoint) -> None:
     with pytest.raises(ValueError, match=r"answered 401.*bad key"):
         judged(endpoint, ["refused"])
+
+
+def test_closing_tags_count_those_that_stand_exactly_once() -> None:
+    """With a weight of 0.5: 0.25 for each of the two (CoDistill-GRPO's set-up)."""
+    texts = ["a</think>b</answer>", "a</think>b", "a</think></think></answer>", "<think><answer>", ""]
+    assert parts({"closing_tags": 1.0}, texts) == [1.0, 0.5, 0.5, 0.0, 0.0]
+    with built({"closing_tags": 0.5}) as rewards:
+        assert rewards.weights == (0.5,)

@@ -65,8 +65,8 @@ def check(run: RunConfig) -> dict[str, Any]:
         notes.warnings.append(unlike)
     if peer is not None and peer.folder is None:
         notes.not_checked.append(
-            f"peer.model_name_or_path: {peer.name} is not in the hub's cache, so neither its limits nor its tokenizer"
-            f" were looked at; load it once: hf download {peer.name}"
+            f"peer.model_name_or_path: {peer.name} is no folder here and not in the hub's cache, so neither its limits"
+            f" nor its tokenizer were looked at; if it is a name on the hub, load it once: hf download {peer.name}"
         )
     rows = _rows(run.data, "data", offline, notes)
     if run.eval is not None:
@@ -157,8 +157,8 @@ def _renderer(run: RunConfig, model: Pretrained, notes: Notes) -> Renderer | Non
                 " files along with the model"
             )
         notes.not_checked.append(
-            f"model_name_or_path: {model.name} is not in the hub's cache, so its limits, its weights and the prompts"
-            f" were not looked at; load it once: hf download {model.name}"
+            f"model_name_or_path: {model.name} is no folder here and not in the hub's cache, so its limits, its weights"
+            f" and the prompts were not looked at; if it is a name on the hub, load it once: hf download {model.name}"
         )
         return None
     found: Any = tokenizer.read(model.folder, name=run.model_name_or_path)

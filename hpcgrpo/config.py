@@ -57,6 +57,8 @@ def load(path: str | Path | None, overrides: Sequence[str] = (), *, text: str | 
     `text` is read in the file's place. Raises ConfigError for anything a user can mend, with the file and key.
     """
     tree = override(read(path, text), overrides)
+    if "axes" in tree.values and "model_name_or_path" not in tree.values:
+        raise ConfigError(f"{path}: describes a study (it has axes), not a run: use hpcgrpo study")
     return _checked(tree.values, tree.source)
 
 
@@ -188,6 +190,15 @@ def _check_peer(config: RunConfig, algorithm: Algorithm) -> None:
             f"peer: {config.peer.model_name_or_path}, but algorithm {algorithm.name} has no second policy; leave peer"
             " out, or use codistill, kdrl or opd"
         )
+    if config.peer is None and config.eval is not None and config.eval.peer:
+        raise ValueError(
+            f"eval.peer: true, but algorithm {algorithm.name} has no second policy; leave it out"
+        )
+    if config.peer is not None and config.peer.learning_rate is not None and algorithm.peer is None:
+        raise ValueError(
+            f"peer.learning_rate: {config.peer.learning_rate}, but the teacher of {algorithm.name} does not train;"
+            " leave it out"
+        )
     if algorithm.peer is not None and config.train.learner != "fsdp":
         raise ValueError(
             f"train.learner: {config.train.learner} trains one policy; for algorithm {algorithm.name} use fsdp"
@@ -226,7 +237,8 @@ def _explain(where: Callable[[Sequence[str]], str], error: Any) -> str:
     if error["type"] == "missing":
         return f"{source}: {key}: required, but missing"
     if error["type"] in ("model_type", "dict_type"):
-        return f"{source}: {key}: must be a mapping, such as {{name: ...}} (given: {error['input']!r})"
+        like = "model_name_or_path" if key == "peer" else "name"
+        return f"{source}: {key}: must be a mapping, such as {{{like}: ...}} (given: {error['input']!r})"
     message = error["msg"].removeprefix("Value error, ")
     given = error.get("input")
     shown = (

@@ -477,7 +477,7 @@ def test_the_length_that_is_divided_by_must_be_known() -> None:
     ({"importance_sampling_cap": 0.5}, r"importance_sampling_cap=0\.5"),
     ({"hint_tokens": -1}, r"hint_tokens=-1 .* the paper's is 50"),
     ({"hint_epochs": 0}, r"hint_epochs=0"),
-    ({"hint_tokens": 50, "max_completion_length": 50}, r"max_completion_length=50 .* exceed hint_tokens"),
+    ({"hint_tokens": 50, "max_completion_length": 50}, r"hint_tokens=50 .* below the 50 tokens"),
     ({"kd_estimator": "k2"}, r"kd_estimator='k2' .* log_ratio \| k3"),
     ({"num_generations": 8}, r"our name for this is num_rollouts$"),
     ({"rollout.n": 8}, r"our name for this is num_rollouts$"),

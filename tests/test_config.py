@@ -279,3 +279,8 @@ def test_too_little_data_is_refused_with_the_largest_batch_that_fits() -> None:
 def test_an_override_that_is_a_mapping_replaces_the_whole() -> None:
     run = load("algorithm={name: igrpo, drafts: 2, base: {name: grpo, num_generations: 4}}")
     assert run.algorithm == {"name": "igrpo", "drafts": 2, "base": {"name": "grpo", "num_generations": 4}}
+
+
+def test_a_studys_file_is_told_from_a_runs() -> None:
+    with pytest.raises(ConfigError, match=r"describes a study .* use hpcgrpo study"):
+        config.load(Path(__file__).parents[1] / "configs" / "studies" / "smoke.yaml")

@@ -556,3 +556,26 @@ def test_a_sweep_is_a_study_and_the_smoke_study_runs_from_nothing(tmp_path: Path
     code, out, err = ended(hpcgrpo(*smoke, cwd=tmp_path))
     assert code == 0, err
     assert json.loads(out)["metrics"]["completions/sampled"]["iGRPO 4 + 4"]["mean"] == 32
+
+
+def test_a_sweep_adds_up_and_a_study_that_never_ran_has_no_table(tmp_path: Path) -> None:
+    swept = command.sweep(str(ROOT / "configs" / "quickstart.yaml"), [], ["seed=0,1", "seed=2"])
+    assert [axis.name for axis in swept.axes] == ["seed"]
+    assert list(swept.axes[0].sets) == ["0", "1", "2"]
+    study = design.load(ROOT / "configs" / "studies" / "smoke.yaml", output_dir=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="none of the study's runs has been started"):
+        command.run(study, command.Options(table_only=True))
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("axes", [{"seed": None}, {"seed": 3}, {"arm": {1: {}}}])
+def test_axes_that_are_neither_values_nor_labels(axes: dict) -> None:
+    with pytest.raises(
+        ConfigError, match=r"axes: (seed|arm): .*: (write a list of values|a label is a text)"
+    ):
+        design.parse({"name": "x", "axes": axes}, source="x.yaml")
+
+
+def test_a_runs_file_is_told_from_a_studys() -> None:
+    with pytest.raises(ConfigError, match="describes a run, not a study"):
+        design.load(ROOT / "configs" / "quickstart.yaml")

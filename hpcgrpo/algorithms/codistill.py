@@ -346,4 +346,5 @@ def _check_ranges(options: Mapping[str, Any]) -> None:
     require(hints >= 0, "hint_tokens", hints, "0 or more; the paper's is 50")
     require(options["hint_epochs"] >= 1, "hint_epochs", options["hint_epochs"], "1 or more; the paper's is 1")
     length = options["max_completion_length"]
-    require(length is None or length > hints, "max_completion_length", length, "it must exceed hint_tokens")
+    rule = f"it must be below the {length} tokens that a completion has at most, or the small policy writes nothing"
+    require(length is None or length > hints, "hint_tokens", hints, rule)

@@ -123,8 +123,8 @@ def _same_run(run: RunConfig) -> None:
     if changed:
         shown = "; ".join(f"{k}: {before.get(k)!r} -> {now.get(k)!r}" for k in changed[:5])
         raise ConfigError(
-            f"{run.folder} holds a run with another configuration ({shown}). Give this run a name of its own"
-            f" (name=...), or start anew with --fresh, which moves the old folder aside"
+            f"{run.folder} holds a run with another configuration ({shown}). Give this one a name of its own"
+            f" (name=...), or move the old folder aside, as --fresh of train and submit does"
         )
     longer = [k for k in ("train.max_steps", "train.num_train_epochs") if before.get(k) != now.get(k)]
     for k in longer:

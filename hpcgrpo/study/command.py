@@ -45,6 +45,10 @@ def run(study: Study, options: Options) -> int:
     if options.dry_run:
         return _dry_run(study, chosen, commands, options)
     if options.table_only:
+        if not any(cell.run.folder.exists() for cell in study.cells):
+            raise ConfigError(
+                f"{study.folder}: none of the study's runs has been started yet; leave --table out"
+            )
         return _compare(study, options)
     with claim(study.folder):
         check(chosen, [c for c in commands if c.outstanding])
@@ -219,7 +223,11 @@ def _dry_run(study: Study, chosen: Sequence[Cell], commands: Sequence[Command], 
 def sweep(path: str, overrides: Sequence[str], sweeps: Sequence[str]) -> Study:
     """A study of one run's YAML: each `key=a,b,c` an axis, all but the seed compared. Raises ConfigError."""
     base = config.load(path, overrides)
-    values = {"name": f"{base.name}-sweep", "axes": dict(_swept(item) for item in sweeps)}
+    axes: dict[str, list[Any]] = {}
+    for item in sweeps:
+        key, found = _swept(item)
+        axes[key] = [*axes.get(key, []), *found]
+    values = {"name": f"{base.name}-sweep", "axes": axes}
     file = design.parse(values, source=path)
     return design.build(file, base, source=path, output_dir=base.output_dir)
 

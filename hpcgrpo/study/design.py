@@ -9,7 +9,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hpcgrpo import config
 from hpcgrpo.config import ConfigError
@@ -55,6 +55,18 @@ class StudyFile(_Section):
     metrics: dict[str, str | dict[Literal["first", "last"], int]] | None = None
     curves: tuple[str, ...] | None = None
     published: tuple[Published, ...] = ()
+
+    @field_validator("axes", mode="before")
+    @classmethod
+    def _of_labels_or_values(cls, axes: Any) -> Any:
+        for name, given in axes.items() if isinstance(axes, dict) else ():
+            if not isinstance(given, dict | list):
+                raise ValueError(
+                    f"{name}: {given!r}: write a list of values ([0, 1, 2]), or labels with what each sets"
+                )
+            if wrong := [label for label in given if isinstance(given, dict) and not isinstance(label, str)]:
+                raise ValueError(f"{name}: {wrong[0]!r}: a label is a text; write it in quotes")
+        return axes
 
     @model_validator(mode="after")
     def _reducers(self) -> StudyFile:
@@ -113,6 +125,10 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, output_dir: str = "
 
 def parse(values: Any, *, source: str) -> StudyFile:
     """A StudyFile from plain values. Raises ConfigError for a wrong or unknown key."""
+    if isinstance(values, dict) and "axes" not in values and "model_name_or_path" in values:
+        raise ConfigError(
+            f"{source}: describes a run, not a study (it has no axes): use hpcgrpo train or submit"
+        )
     try:
         return StudyFile.model_validate(values)
     except ValidationError as error:

@@ -167,6 +167,8 @@ MEAN = {"loss_agg": "seq_mean_token_mean"}
     ({**MEAN, "large_is_level": "sequence"}, -(0.7 - 0.75 * 2**0.5 + 0.25 * 0.5**0.5) / 4),
     # 1 +- 0.6 leaves (1.2, 1.5), (.5, 1), (1, 2), (.5, 1) as they are for these signs
     ({**MEAN, "large_epsilon": 0.6, "epsilon_high": 0.1}, 0.028125),
+    # the 2 of the third becomes 1.5: means .9, -.225, -.9375, .1875
+    ({**MEAN, "large_delta": 1.5}, 0.01875),
 ])  # fmt: skip
 def test_e6_the_large_loss(options: dict[str, Any], expected: float) -> None:
     assert large_loss(**options)[0] == pytest.approx(expected, abs=1e-9)
@@ -474,6 +476,8 @@ def test_the_length_that_is_divided_by_must_be_known() -> None:
     ({"epsilon": 0.0}, r"epsilon=0\.0"),
     ({"epsilon_high": 0.0}, r"epsilon_high=0\.0"),
     ({"large_epsilon": -0.1}, r"large_epsilon=-0\.1"),
+    ({"large_delta": 1.1}, r"large_delta=1\.1 .* 1 \+ 0\.2"),
+    ({"large_delta": 4.0, "large_is_clip": "none"}, r"large_delta=4\.0 .* large_is_clip ppo"),
     ({"importance_sampling_cap": 0.5}, r"importance_sampling_cap=0\.5"),
     ({"hint_tokens": -1}, r"hint_tokens=-1 .* the paper's is 50"),
     ({"hint_epochs": 0}, r"hint_epochs=0"),

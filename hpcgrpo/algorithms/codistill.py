@@ -65,6 +65,7 @@ def codistill(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     large_epsilon: float | None = None,
+    large_delta: float | None = None,
     large_is_level: IsLevel = "token",
     large_is_clip: IsClip = "ppo",
     large_reward: LargeReward = "task",
@@ -90,6 +91,7 @@ def codistill(
         epsilon: lower clip range; not recorded, 0.2 is the field's
         epsilon_high: upper clip range; null: equal to epsilon
         large_epsilon: clip range of the large policy on both sides; null: the same as the small one's
+        large_delta: upper bound of the large ratio at negative advantages; null, as the equation has none
         large_is_level: token, as the equation has it; sequence: the geometric mean over a completion (GSPO)
         large_is_clip: ppo, as the equation has it; truncate: cut weights, no gradient lost; none
         large_reward: task, as the paper writes the large advantage apart; effective: with the kd reward
@@ -100,7 +102,9 @@ def codistill(
 
     r~_i = r_i + (kd_alpha / N) sum_t log(theta / phi). Of M rollouts G are kept, over which A~ = r~ - mean trains
     the small policy and A^ = r - mean the large one, both with the clipped loss; the large one's ratio is
-    theta / phi_old. A hint's tokens count in all of it like others. No KL to a reference. Reconstructed from
+    theta / phi_old. A hint's tokens count in all of it like others. No KL to a
+    reference. That ratio has no upper bound where A^ < 0: a hint's token that phi would hardly write makes it, and
+    the gradient, huge, which `large_delta` (4, say) prevents. Reconstructed from
     secondary sources: ALGORITHMS section 5. Raises ValueError for a value that is not allowed.
     """
     options = dict(locals())
@@ -262,7 +266,9 @@ def _large(small: Algorithm, options: Mapping[str, Any], kd: KdReward, choose: C
     low, high = options["epsilon"], options["epsilon_high"]
     if options["large_epsilon"] is not None:
         low, high = options["large_epsilon"], None
-    surrogate = CLIPS[options["large_is_clip"]](low, high, RATIOS[options["large_is_level"]])
+    surrogate = CLIPS[options["large_is_clip"]](
+        low, high, RATIOS[options["large_is_level"]], options["large_delta"]
+    )
     return replace(
         small,
         name="codistill_large",
@@ -273,15 +279,15 @@ def _large(small: Algorithm, options: Mapping[str, Any], kd: KdReward, choose: C
     )
 
 
-def _ppo(low: float, high: float | None, ratio: Ratio) -> Surrogate:
-    return clipped(low, high, ratio=ratio)
+def _ppo(low: float, high: float | None, ratio: Ratio, delta: float | None) -> Surrogate:
+    return clipped(low, high, delta, ratio)
 
 
-def _truncate(low: float, high: float | None, ratio: Ratio) -> Surrogate:
+def _truncate(low: float, high: float | None, ratio: Ratio, delta: float | None) -> Surrogate:
     return truncated(low if high is None else high, ratio)
 
 
-def _unclipped(low: float, high: float | None, ratio: Ratio) -> Surrogate:
+def _unclipped(low: float, high: float | None, ratio: Ratio, delta: float | None) -> Surrogate:
     return unclipped(ratio)
 
 
@@ -322,7 +328,7 @@ PLACEMENTS: dict[str, Callable[[Mapping[str, Any], KdReward], Credit]] = {
     "loss": _task_credit,
 }
 RATIOS: dict[str, Ratio] = {"token": token_ratio, "sequence": sequence_ratio}
-CLIPS: dict[str, Callable[[float, float | None, Ratio], Surrogate]] = {
+CLIPS: dict[str, Callable[[float, float | None, Ratio, float | None], Surrogate]] = {
     "ppo": _ppo,
     "truncate": _truncate,
     "none": _unclipped,
@@ -341,6 +347,12 @@ def _check_ranges(options: Mapping[str, Any]) -> None:
     for name in ("epsilon_high", "large_epsilon"):
         value = options[name]
         require(value is None or value > 0, name, value, "a clip range exceeds 0; null: as epsilon says")
+    high = options["large_epsilon"] or options["epsilon_high"] or low
+    delta, clips = options["large_delta"], options["large_is_clip"] == "ppo"
+    rule = (
+        f"it exceeds the upper clip range, 1 + {high:g}, and goes with large_is_clip ppo; null turns it off"
+    )
+    require(delta is None or (delta > 1 + high and clips), "large_delta", delta, rule)
     cap, hints = options["importance_sampling_cap"], options["hint_tokens"]
     require(cap >= 1, "importance_sampling_cap", cap, "weights are 1 where the log-probs agree; 1 or more")
     require(hints >= 0, "hint_tokens", hints, "0 or more; the paper's is 50")

@@ -13,6 +13,7 @@ from hpcgrpo.study.tables import by_pair, of_label, unit_positions
 
 # Told apart by people who see colours differently (Okabe and Ito 2008).
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8a8a8a")
+STYLES = ("-", "--", ":")  # the next one where all colours are taken
 SMOOTHED_FROM = 60  # points of a curve, from which on it is a running mean
 SMOOTHED_OVER = 10
 COLUMNS = 3
@@ -87,15 +88,19 @@ def _curves(pyplot: Any, study: Study, outcomes: Sequence[Outcome]) -> Any:
             points = list(_band(study, outcomes, name, label))
             steps = [p[0] for p in points]
             smoothed |= len(points) >= SMOOTHED_FROM
-            mark = "-" if len(points) >= SMOOTHED_FROM / 2 else "o-"
-            axis.plot(steps, [p[1] for p in points], mark, color=color, label=label, markersize=3)
+            mark = "" if len(points) >= SMOOTHED_FROM / 2 else "o"
+            style = mark + STYLES[i // len(COLORS) % len(STYLES)]
+            axis.plot(steps, [p[1] for p in points], style, color=color, label=label, markersize=3)
+            low, high = [p[2] for p in points], [p[3] for p in points]
             axis.fill_between(
-                steps, [p[2] for p in points], [p[3] for p in points], color=color, alpha=0.15, linewidth=0
+                steps, low, high, color=color, alpha=min(0.15, 0.6 / len(study.labels)), linewidth=0
             )
         title = f"{name} (mean of {SMOOTHED_OVER} steps)" if smoothed else name
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
-    axes[0].legend(frameon=False, fontsize="small")
+    handles, labels = axes[0].get_legend_handles_labels()
+    columns = 2 * min(COLUMNS, len(names))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize="small")
     return figure
 
 

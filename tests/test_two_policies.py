@@ -31,6 +31,7 @@ output_dir: {folder}/logs
 """
 SAME = "{name: codistill, num_rollouts: 4, num_train: 4, downsample: none, kd_alpha: 0.0}"
 DR_GRPO = "{name: dr_grpo, num_generations: 4}"
+FROZEN = "peer.learning_rate=null"  # a teacher does not train
 ONE_UPDATE = ["train.num_iterations=1", "train.max_steps=1", "eval=null"]
 
 
@@ -64,16 +65,19 @@ VARIANTS: dict[str, Sequence[str]] = {
     ],
     "kdrl": [
         "algorithm={name: kdrl, base: {name: grpo, num_generations: 4}}",
+        FROZEN,
         "train.max_steps=2",
         "eval=null",
     ],
     "opd": [
         "algorithm={name: opd, base: {name: grpo, num_generations: 4, epsilon_high: 0.28}}",
+        FROZEN,
         "train.max_steps=2",
         "eval=null",
     ],
     "opd of itself": [
         "algorithm={name: opd, base: {name: dr_grpo, num_generations: 4}}",
+        FROZEN,
         "peer.model_name_or_path={folder}/small",
         *ONE_UPDATE,
     ],

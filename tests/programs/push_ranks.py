@@ -89,6 +89,7 @@ try:
     sync_with("http://127.0.0.1:9", 2.0).push(learner.full_parameters, 9)
 except WeightSyncError as error:
     report["error"] = str(error)
-print(json.dumps(report), flush=True)
+sys.stdout.write(json.dumps(report) + "\n")  # one write: the ranks share a pipe, and Python may be unbuffered
+sys.stdout.flush()
 dist.barrier()
 os._exit(0)

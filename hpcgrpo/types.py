@@ -43,10 +43,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample. `temperature` 0 is greedy."""
+    """How to sample. `temperature` 0 is greedy; training leaves the distribution whole."""
 
     temperature: float
     max_completion_length: int
+    top_p: float = 1.0  # the likeliest tokens that have this probability together, after the temperature
+    top_k: int = 0  # the likeliest tokens, so many; 0: all
 
 
 @dataclass(frozen=True, slots=True)

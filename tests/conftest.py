@@ -33,6 +33,7 @@ REQUIRED = os.environ.get("HPCGRPO_REQUIRE_CLUSTER", "0") not in ("", "0")
 TOGETHER = {"cluster": "cluster", "cluster_faults": "cluster", "devcluster": "cluster"}
 TOGETHER |= {"serve": "engine", "vllm_generator": "engine", "weight_sync": "engine"}
 TOGETHER |= {"study_cluster": "more of the cluster", "two_policies_cluster": "more of the cluster"}
+TOGETHER |= {"eval_cluster": "more of the cluster"}
 WAITING = (*TOGETHER, "submit")
 NEEDY = tuple(f"test_{name}.py" for name in (*WAITING, "deepspeed", "parity", "job"))
 SAID = "measured"  # the key of a test report's lines for the end of the session

@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 PARTS = sorted((CONFIGS / "base").glob("*.yaml"))  # what runs share; no runs themselves
 STUDIES = sorted((CONFIGS / "studies").glob("*.yaml"))
-RUNS = sorted(set(CONFIGS.rglob("*.yaml")) - set(PARTS) - set(STUDIES))
+OTHERS = [path for kind in ("eval", "hardware") for path in (CONFIGS / kind).glob("*.yaml")]
+RUNS = sorted(set(CONFIGS.rglob("*.yaml")) - set(PARTS) - set(STUDIES) - set(OTHERS))
 TAGS = r"\[(S\.2|text|TRL|DAPO|GSPO|code|notes|rep|ours)\]"
 
 # Worked by hand from ALGORITHMS.md 3.5, 3.6, 4.2, 4.4 and 5.5: learner ranks, completions trained per optimizer step,

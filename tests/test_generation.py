@@ -20,6 +20,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
 from hpcgrpo.generation import transformers as module
@@ -160,6 +162,30 @@ def test_first_tokens_follow_the_distribution(temperature: float) -> None:
     # Wilson and Hilferty's normal approximation to the chi-square distribution
     z = ((chi_square / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
     assert z < 4.75
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.9, 0), (1.0, 3), (0.6, 5), (1e-6, 0)])
+def test_a_cut_distribution_is_that_of_transformers(top_p: float, top_k: int) -> None:
+    torch.manual_seed(0)
+    logits, temperature = torch.randn(1, 12) * 2, 0.7
+    warped = TopKLogitsWarper(top_k)(None, logits / temperature) if top_k else logits / temperature
+    expected = TopPLogitsWarper(top_p)(None, warped).softmax(-1)[0]
+    uniforms = (torch.arange(20_000) + 0.5).double() / 20_000
+    drawn, logprobs = draw(logits.repeat(20_000, 1), uniforms, temperature, top_p, top_k)
+    shares = torch.bincount(drawn, minlength=12) / 20_000
+    assert shares == pytest.approx(expected.tolist(), abs=1e-4)
+    assert logprobs.exp().tolist() == pytest.approx(expected[drawn].tolist(), abs=1e-6)
+
+
+def test_completions_are_streamed_batch_by_batch() -> None:
+    asked, sampling = (
+        requests((4, 9), copies=3),
+        Sampling(temperature=1.0, max_completion_length=8, top_p=0.9),
+    )
+    cut, arrived = generator(max_batch_tokens=40), {}
+    cut.stream(asked, sampling, arrived.__setitem__)
+    assert len(list(cut._batches(asked, 8))) > 1
+    assert tokens([arrived[i] for i in range(6)]) == tokens(generator().generate(asked, sampling))
 
 
 def test_draw_at_the_edges() -> None:

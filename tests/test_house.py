@@ -36,7 +36,8 @@ LOGIN_NODE += (
 LOGIN_NODE += ("launch.job", "launch.sbatch", "launch.queue", "launch.follow", "launch.submit", "launch.node")
 IMPORTED_ONCE = ("vllm", "deepspeed", "submitit", "math_verify")
 # Where an engine is vLLM's, which is what vLLM calls it.
-OF_VLLM = ("hpcgrpo/generators.py", "hpcgrpo/sections.py", "hpcgrpo/generation/", "hpcgrpo/launch/")
+OF_VLLM = ("hpcgrpo/generators.py", "hpcgrpo/sections.py", "hpcgrpo/generation/", "hpcgrpo/launch/",
+           "evaluation/config.py", "evaluation/serving.py")  # fmt: skip
 BANNED = ("util", "helper", "manager", "engine", "worker", "trajectory", "trajectorie", "episode")
 UNSAFE_MODULES = ("pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib")
 
@@ -281,7 +282,7 @@ def test_public_functions_and_classes_say_what_they_do() -> None:
 
 
 def test_every_package_is_listed_to_be_built() -> None:
-    folders = {ROOT / "hpcgrpo" / "data", *(path.parent for path in (ROOT / "hpcgrpo").rglob("*.py"))}
+    folders = {ROOT / "hpcgrpo" / "data", *(path.parent for path in SOURCES)}
     names = {str(folder.relative_to(ROOT)).replace("/", ".") for folder in folders}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == names
 
@@ -295,10 +296,12 @@ def test_the_quickstart_configuration_is_the_packaged_one() -> None:
 def test_a_wheel_holds_the_whole_package(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         (tmp_path / name).write_text((ROOT / name).read_text())
-    copytree(ROOT / "hpcgrpo", tmp_path / "hpcgrpo", ignore=ignore_patterns("__pycache__"))
+    for package in ("hpcgrpo", "evaluation"):
+        copytree(ROOT / package, tmp_path / package, ignore=ignore_patterns("__pycache__"))
     build = "from setuptools import build_meta; print(build_meta.build_wheel('dist'))"
     subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True, timeout=120)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
-    built = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("hpcgrpo/")}
-    kept = [path for path in (ROOT / "hpcgrpo").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    built = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    kept = [path for package in ("hpcgrpo", "evaluation") for path in (ROOT / package).rglob("*")]
+    kept = [path for path in kept if path.is_file() and path.suffix != ".pyc"]
     assert built == {str(path.relative_to(ROOT)) for path in kept}

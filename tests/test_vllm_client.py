@@ -160,6 +160,24 @@ def test_a_request_says_all_that_sampling_depends_on(engines: list[StandIn]) -> 
     assert greedy["temperature"] == 0 and "seed" not in greedy
 
 
+def test_a_cut_distribution_is_asked_for(engines: list[StandIn]) -> None:
+    client(engines[:1]).generate([Request((5, 6), 9)], Sampling(0.6, 3, top_p=0.95, top_k=20))
+    asked = engines[0].log()["asked"][0]
+    assert (asked["temperature"], asked["top_p"], asked["top_k"]) == (0.6, 0.95, 20)
+
+
+def test_completions_are_streamed_as_they_come(engines: list[StandIn]) -> None:
+    requests, arrived = made_requests(30), {}
+    client(engines).stream(requests, SAMPLING, arrived.__setitem__)
+    assert answered([arrived[i] for i in range(30)]) == wanted(requests)
+    with pytest.raises(OSError, match="No space left"):
+        client(engines).stream(requests, SAMPLING, full_disk)
+
+
+def full_disk(number: int, completion: Completion) -> None:
+    raise OSError("No space left on device")
+
+
 def test_load_is_shared_and_bounded(engines: list[StandIn]) -> None:
     for engine in engines:
         engine.script(always={"seconds": 0.05})

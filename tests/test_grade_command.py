@@ -1,0 +1,114 @@
+"""`hpcgrpo grade`: verdicts in the order of the rows, and where two graders disagree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import hpcgrpo
+
+from evaluation import grade
+
+SHARED = Path(__file__).parents[2] / "shared" / "grader"
+ROWS: list[tuple[dict[str, Any], str]] = [
+    ({"id": "a", "gold": "1/2", "prediction": r"so \boxed{0.5}"}, "right"),
+    ({"id": 2, "gold": "8.7e8", "prediction": r"8.7 \times 10^8"}, "right"),
+    ({"gold": "870000000", "prediction": "8.7e8"}, "right"),
+    ({"gold": "40_6", "prediction": r"<answer>$40_9$</answer>"}, "wrong"),
+    ({"gold": "7", "prediction": ""}, "unparsed"),
+    ({"gold": r"we get \boxed{x^2+1}", "prediction": "The answer is $1+x^2$."}, "right"),
+    ({"gold": "7", "prediction": r"\boxed{9^{9^{9^{9}}}}"}, "wrong"),
+    ({"gold": 12, "prediction": "12"}, "right"),
+]
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    return path
+
+
+def graded(
+    path: Path, capsys: pytest.CaptureFixture[str], **options: Any
+) -> tuple[list[dict[str, Any]], str]:
+    given: dict[str, Any] = {"as_json": True, "processes": 2, "time_limit_seconds": 2.0}
+    assert grade.run(path, **(given | options)) == 0
+    said = capsys.readouterr()
+    return [json.loads(line) for line in said.out.splitlines()], said.err
+
+
+def test_one_object_a_row_in_their_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, error = graded(write(tmp_path / "rows.jsonl", [row for row, _ in ROWS]), capsys)
+    for (row, expected), said in zip(ROWS, found, strict=True):
+        allowed = {expected, "timeout"} if "9^{9" in str(row["prediction"]) else {expected}
+        assert said["outcome"] in allowed, row
+        assert said["verdict"] is (said["outcome"] == "right") and said.get("id") == row.get("id")
+    assert "8 rows" in error and "5 right" in error
+
+
+def test_strict_wants_a_box_or_a_tag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"gold": "7", "prediction": "7"}, {"gold": "7", "prediction": r"\boxed{7}"}]
+    found, _ = graded(write(tmp_path / "rows.jsonl", rows), capsys, strict=True)
+    assert [f["outcome"] for f in found] == ["unparsed", "right"]
+    named = [{"reference": "7", "said": "7"}]
+    found, _ = graded(
+        write(tmp_path / "rows.jsonl", named), capsys, gold_column="reference", prediction_column="said"
+    )
+    assert found[0]["verdict"] is True
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], "no rows; each line holds one, e.g. {"),
+        (["{not json"], "line 1"),
+        ([{"gold": "7", "prediction": "7"}, {"gold": "7", "answer": "7"}], "line 2"),
+        ([[1, 2]], "line 1"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_named(tmp_path: Path, rows: list[Any], words: str) -> None:
+    done = hpcgrpo("grade", str(write(tmp_path / "rows.jsonl", rows)), "--json")
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x01\n")
+    for path in (tmp_path / "nothing.jsonl", tmp_path / "binary", tmp_path):
+        done = hpcgrpo("grade", str(path))
+        assert done.returncode == 2 and done.stderr.startswith("hpcgrpo: error: "), done.stderr
+
+
+def test_an_audit_lists_where_two_graders_disagree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run" / "rollouts"
+    folder.mkdir(parents=True)
+    rows = [("7", r"\boxed{7}")] * 3 + [("40_6", r"\boxed{40_9}")] * 2 + [("7", r"\boxed{8}")]
+    for step in (3, 7):
+        write(folder / f"step-{step:06d}.jsonl", [{"answer": g, "completion": c} for g, c in rows])
+    assert grade.audit(tmp_path / "run", as_json=True, processes=2, limit=10) == 0
+    said = json.loads(capsys.readouterr().out)
+    (apart,) = said["disagreements"]  # math-verify reads past the base
+    assert (apart["gold"], apart["answer"], apart["hpcgrpo"], apart["math-verify"]) == (
+        "40_6",
+        "40_9",
+        "wrong",
+        "right",
+    )
+    assert apart["count"] == 4 and apart["steps"] == [3, 7]
+    assert (said["pairs"], said["rollouts"], said["agreement"]) == (3, 12, 1 - 1 / 3)
+    assert said["kappa"] == pytest.approx(
+        (2 / 3 - 4 / 9) / (1 - 4 / 9)
+    )  # by hand: p_o 2/3, p_e 1/3*2/3 + 2/3*1/3
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the collection of grader cases is not beside this checkout")
+def test_the_collection_of_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = [json.loads(line) for line in (SHARED / "cases.jsonl").read_text().splitlines()]
+    found, _ = graded(SHARED / "cases.jsonl", capsys)
+    settled = [(c, f) for c, f in zip(cases, found, strict=True) if not c["disputed"]]
+    wrong = [c["id"] for c, f in settled if f["verdict"] != c["expected"]]
+    false_positives = [c["id"] for c, f in settled if f["verdict"] and not c["expected"]]
+    assert len(settled) == 469 and len(wrong) <= 4, wrong
+    assert len(false_positives) <= 0.01 * sum(not c["expected"] for c, _ in settled), false_positives

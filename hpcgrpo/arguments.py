@@ -93,6 +93,34 @@ def _cluster_commands(command: Any) -> None:
     sub = command("doctor", "Name what went wrong in a run, and the way out.")
     sub.add_argument("folder", type=Path, metavar="RUN", help="the run's folder, e.g. logs/igrpo-7b")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
+    sub = command("report", "Write a run's report: one HTML file that needs nothing else.")
+    sub.add_argument("folder", type=Path, metavar="RUN", help="the run's folder, e.g. logs/igrpo-7b")
+    sub.add_argument(
+        "--output", type=Path, metavar="FILE", help="where to write it (default RUN/report.html)"
+    )
+    sub.add_argument("--json", action="store_true", help="print the collected facts, write nothing")
+    _plan_command(command)
+
+
+def _plan_command(command: Any) -> None:
+    sub = command("plan", "Predict memory, time and GPU-hours of a run, without a GPU.")
+    sub.add_argument("config", nargs="?", metavar="CONFIG", help="the run's YAML file")
+    sub.add_argument("overrides", nargs="*", metavar="key.sub=value", help="e.g. cluster.nodes=3")
+    sub.add_argument("--hardware", metavar="NAME", help="a100-80gb, h100, h200, or a YAML file")
+    sub.add_argument("--efficiencies", metavar="FILE", help="what --calibrate wrote")
+    sub.add_argument("--lengths", metavar="RUN", help="completion lengths of a run's rollouts, or of a file")
+    sub.add_argument("--trace", action="store_true", help="also run the learner's code on fake tensors")
+    sub.add_argument(
+        "--sweep", action="append", default=[], metavar="key.sub=a,b", help="plan every combination of these"
+    )
+    sub.add_argument(
+        "--within", type=float, metavar="HOURS", help="of --sweep: the cheapest that ends within"
+    )
+    sub.add_argument("--price-per-gpu-hour", type=float, metavar="X", help="add what it costs")
+    sub.add_argument("--paper", action="store_true", help="the iGRPO paper's runs beside its figures")
+    sub.add_argument("--calibrate", nargs="+", default=[], metavar="RUN", help="fit to finished runs")
+    sub.add_argument("--output", metavar="FILE", help="of --calibrate and --sweep: where to write")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _evaluation_commands(command: Any) -> None:

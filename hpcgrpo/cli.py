@@ -251,6 +251,20 @@ def doctor(arguments: argparse.Namespace) -> int:
     return doctor.run(arguments.folder, as_json=arguments.json)
 
 
+def report(arguments: argparse.Namespace) -> int:
+    """A run on one page."""
+    from hpcgrpo.report import command
+
+    return command.run(arguments.folder, output=arguments.output, as_json=arguments.json)
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """What a run will take."""
+    from hpcgrpo.planner import command
+
+    return command.plan(arguments)
+
+
 def node(arguments: argparse.Namespace) -> int:
     """One node of a job: serves or learns, by its number."""
     from hpcgrpo.launch import node
@@ -326,6 +340,8 @@ BODIES: dict[str, Callable[[argparse.Namespace], int]] = {
     "submit": submit,
     "render": render,
     "doctor": doctor,
+    "report": report,
+    "plan": plan,
     "study": study,
     "warm-start": warm_start,
     "eval": evaluate,

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster
+from cluster import Cluster, write_cluster_config
 from programs import evaluation_job
 
 from evaluation import jobs, rolling
 from evaluation.config import EvaluationConfig
 from evaluation.task import Task
+from hpcgrpo import config
 from hpcgrpo.config import ConfigError
 from hpcgrpo.launch import submit
 from hpcgrpo.sections import ClusterConfig
@@ -269,3 +270,40 @@ def test_what_slurm_refuses_is_told_before_anything_is_queued(slurm: Cluster, tm
     assert all("to start at" in answer for answer in said.values()), said
     assert [p.name for p in (tmp_path / "jobs").iterdir()] == ["dry-run"]
     assert slurm.login("squeue", "-h").stdout == ""
+
+
+EVALUATION = """
+benchmarks: ["chain:digits=4:size=16", "chain:digits=5:size=16", "addition:size=8"]
+num_samples: 2
+temperature: 1.0
+max_completion_length: 8
+vllm_kv_cache_memory_bytes: 67108864
+vllm_server_timeout: 400
+shards: {"chain:digits=4:size=16": 2}
+cluster: {slurm_partition: main, timeout_min: 15}
+"""
+
+
+@pytest.mark.timeout(1200)
+def test_training_and_evaluation_in_one_command(slurm: Cluster, tmp_path: Path) -> None:
+    """The real thing: a training, then an array of three benchmarks (four elements) with vLLM, then the table."""
+    training = write_cluster_config(tmp_path, nodes=1, steps=2, save_steps=1)
+    (tmp_path / "eval.yaml").write_text(EVALUATION)
+    done = slurm.hpcgrpo(
+        "submit", str(training), "--eval", str(tmp_path / "eval.yaml"), "--wait", timeout_seconds=1100
+    )
+    run = config.load(training).folder
+    for job in (jobs.submitted(run / "eval") or pytest.fail(done.stderr)).ids:
+        slurm.track(job)
+    assert done.returncode == 0, done.stderr + slurm.tails()
+    names = ["chain-digits-4-size-16", "chain-digits-5-size-16", "addition-size-8"]
+    said = summary(run / "eval")
+    assert list(said["results"]) == names and said["missing"] == {}
+    for name, problems in zip(names, (16, 16, 8), strict=True):
+        result = json.loads((run / "eval" / f"{name}.json").read_text())
+        assert result["summary"]["num_problems"] == problems and result["summary"]["num_samples"] == 2
+        assert result["model"]["step"] == 2 and result["settings"]["engine"].startswith("vllm")
+        assert name in done.stdout  # the table
+    assert {p.name for p in (run / "eval" / names[0]).glob("*.jsonl")} == {
+        f"samples-{i}-of-2.jsonl" for i in (0, 1)
+    }

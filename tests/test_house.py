@@ -25,6 +25,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # What a login node runs; torch takes tens of seconds to import on many cluster file systems.
 LOGIN_NODE = ("cli", "config", "types", "algorithms", "rewards", "tasks", "checks", "doctor")
+LOGIN_NODE += ("report.command", "planner.command")
 LOGIN_NODE += (
     "study.design",
     "study.command",

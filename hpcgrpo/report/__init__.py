@@ -1,0 +1,1 @@
+"""`hpcgrpo report`: one self-contained HTML file of a run. No torch, no network."""

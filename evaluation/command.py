@@ -68,6 +68,7 @@ def here(text: str, options: Options) -> int:
     """Evaluate on this machine -> exit code; the same command goes on where it stopped."""
     source = sources.find(text, checkpoint=options.checkpoint)
     found = settings(options, source)
+    beside = _published(options, [b.name for b in benchmarks.resolve(found.benchmarks)])
     folder = folder_of(source, options)
     if options.fresh:
         set_aside(folder, found)
@@ -84,19 +85,17 @@ def here(text: str, options: Options) -> int:
     if options.as_json:
         print(json.dumps(said, indent=1))
     else:
-        run.show(results, {}, _published(options, results))
+        run.show(results, {}, beside)
         run.say(f"results in {folder}")
     return 0
 
 
-def _published(
-    options: Options, results: Sequence[Mapping[str, Any]]
-) -> tuple[str, Mapping[str, float]] | None:
+def _published(options: Options, names: Sequence[str]) -> tuple[str, Mapping[str, float]] | None:
+    """The published row that was asked for, and its scores. Raises ValueError for one that is not there."""
     if options.published is None:
         return None
     table, _, row = options.published.partition(":")
-    side = compare.published_side(table, row, beside=[r["benchmark"] for r in results])
-    return row or table, side.scores
+    return row or table, compare.published_side(table, row, beside=names).scores
 
 
 def set_aside(folder: Path, found: EvaluationConfig) -> None:

@@ -57,7 +57,8 @@ def evaluate(
         if todo:
             length = max(one.longest_prompt + one.protocol.max_completion_length for one, _ in todo)
             served = serving.Served(str(source.model), length, model.end_ids, model.decode)
-            logs = folder / "logs" / _label(shard)
+            alone = f"{prepared[0].benchmark.name}-" if len(prepared) == 1 else ""
+            logs = folder / "logs" / f"{alone}{_label(shard)}"  # another task's may run on another node
             with serving.sampler(config, served, folder=logs, stopping=stopping, say=say) as sampler:
                 for one, left in todo:
                     with _recorder(one, left, config, grader, folder, shard, stopping) as recorder:
@@ -216,6 +217,8 @@ def merge(folder: Path) -> int:
     why = jobs.explain(folder)
     results: list[dict[str, Any]] = []
     lacking: dict[str, str] = {}
+    order = [b.name for b in resolve(asked[0].config.benchmarks)]  # the table's
+    asked.sort(key=lambda t: order.index(t.benchmark) if t.benchmark in order else len(order))
     for name in dict.fromkeys(t.benchmark for t in asked):
         shards = [t for t in asked if t.benchmark == name]
         try:

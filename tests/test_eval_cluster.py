@@ -303,7 +303,8 @@ def test_training_and_evaluation_in_one_command(slurm: Cluster, tmp_path: Path) 
         result = json.loads((run / "eval" / f"{name}.json").read_text())
         assert result["summary"]["num_problems"] == problems and result["summary"]["num_samples"] == 2
         assert result["model"]["step"] == 2 and result["settings"]["engine"].startswith("vllm")
-        assert name in done.stdout  # the table
+        assert name.rpartition("-")[0] in done.stdout  # the table
+    assert len(list((run / "eval" / "logs").glob("*/engine-0.log"))) == 4  # every element's own
     assert {p.name for p in (run / "eval" / names[0]).glob("*.jsonl")} == {
         f"samples-{i}-of-2.jsonl" for i in (0, 1)
     }

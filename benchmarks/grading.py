@@ -78,10 +78,14 @@ def references() -> list[str]:
     """Distinct references, in a fixed random order."""
     files = [SHARED / "data" / f"{name}.jsonl" for name in SETS]
     if all(path.exists() for path in files):
-        found = [str(json.loads(line)["answer"]) for path in files for line in path.read_text().splitlines()]
+        found = [
+            str(json.loads(line)["answer"]) for path in files for line in path.read_text().split("\n") if line
+        ]
     else:
         found = [
-            json.loads(line)["reference"] for line in (FIXTURES / "answers.jsonl").read_text().splitlines()
+            json.loads(line)["reference"]
+            for line in (FIXTURES / "answers.jsonl").read_text().split("\n")
+            if line
         ]
     distinct = list(dict.fromkeys(found))
     random.Random(0).shuffle(distinct)
@@ -182,7 +186,7 @@ def hostile(rounds: int, processes: int) -> dict[str, list[float]]:
     """Seconds of a batch of 1,024 ordinary pairs, and of the same one with 5 % of its answers hostile, in turn."""
     path = SHARED / "grader" / "hostile.jsonl"
     path = path if path.exists() else FIXTURES / "hostile.jsonl"
-    texts = [_hostile_text(json.loads(line)) for line in path.read_text().splitlines()]
+    texts = [_hostile_text(json.loads(line)) for line in path.read_text().split("\n") if line]
     found = references()
     pairs = [pair for _, pair in zip(range(HOSTILE_BATCH), _cycled(found), strict=False)]
     chosen = random.Random(0).sample(range(HOSTILE_BATCH), round(HOSTILE_SHARE * HOSTILE_BATCH))

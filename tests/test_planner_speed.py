@@ -761,6 +761,10 @@ MODELS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
+@pytest.mark.skipif(
+    not os.environ.get("HPCGRPO_CALIBRATE"),
+    reason="nine trainings whose times other work on the cores shifts: set HPCGRPO_CALIBRATE=1 on an idle machine",
+)
 def test_steps_are_predicted_within_a_quarter_after_calibration(tmp_path: Path) -> None:
     """Real runs under torchrun; CPU-seconds of rank 0, medians over steps, since other work shares the cores."""
     from hpcgrpo import tiny

@@ -85,7 +85,8 @@ def test_last_number_where_no_box_is_required(text: str, answer: str | None) -> 
 
 
 def test_accuracy_and_its_outcomes() -> None:
-    texts = [r"\boxed{7}", r"\boxed{8}", "7", r"\boxed{\int_0^1 x^{x^{x^x}} dx}", r"\boxed{\frac{14}{2}}"]
+    endless = r"\boxed{\sum_{n=1}^{\infty} \frac{\sin(n^2)}{n^2}}"
+    texts = [r"\boxed{7}", r"\boxed{8}", "7", endless, r"\boxed{\frac{14}{2}}"]
     with built({"accuracy": {"weight": 2.0, "time_limit_seconds": 0.4}}) as rewards:
         scores = rewards.score([prompt(answer="7")] * 5, [completion(t) for t in texts])
     assert [s.outcomes["accuracy"] for s in scores] == ["right", "wrong", "unparsed", "timeout", "right"]

@@ -133,7 +133,13 @@ def _claimed(folder: Path, prepared: Sequence[Prepared], shard: tuple[int, int])
     """The shard of these benchmarks is this process's alone. Raises FolderInUse."""
     with ExitStack() as held:
         for one in prepared:
-            held.enter_context(rolling.sole(folder / one.benchmark.name / f".{_label(shard)}"))
+            place = folder / one.benchmark.name / f".{_label(shard)}"
+            try:
+                held.enter_context(rolling.sole(place))
+            except OSError as error:
+                raise ConfigError(
+                    f"{folder}: results cannot be written there ({error.strerror}); name another folder (--output-dir)"
+                ) from None
         yield
 
 

@@ -128,7 +128,12 @@ def read_tokenizer(model: pretrained.Pretrained) -> Any:
         return found
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model.name)
+    try:
+        return AutoTokenizer.from_pretrained(model.name)
+    except OSError as error:
+        raise ConfigError(
+            f"{model.name}: neither a folder here nor a model that the hub gave ({' '.join(str(error).split())[:200]})"
+        ) from None
 
 
 def end_ids(model: pretrained.Pretrained, reader: Any) -> list[int]:

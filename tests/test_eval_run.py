@@ -386,6 +386,13 @@ def test_in_process_a_stop_costs_nothing(model: Path, tmp_path: Path, kind: int,
         assert one["summary"] == other["summary"] and one["settings"]["fixed"] == other["settings"]["fixed"]
 
 
+def test_a_folder_that_cannot_be_written_is_named(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    overrides = ("benchmarks=chain:size=2", "max_completion_length=8", *IN_PROCESS)
+    with pytest.raises(ConfigError, match=r"file: results cannot be written there \(Not a directory\)"):
+        command.here(str(model), command.Options(overrides=overrides, output_dir=str(tmp_path / "file")))
+
+
 @pytest.mark.slow
 def test_two_in_one_folder_are_one_too_many(model: Path, tmp_path: Path) -> None:
     arguments = (

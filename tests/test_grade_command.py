@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,55 @@ def test_one_object_a_row_in_their_order(tmp_path: Path, capsys: pytest.CaptureF
         assert said["outcome"] in allowed, row
         assert said["verdict"] is (said["outcome"] == "right") and said.get("id") == row.get("id")
     assert "8 rows" in error and "5 right" in error
+
+
+def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"gold": "7", "prediction": "\\boxed{\x1b[31m" + "9" * 300 + "}"},
+        {"gold": "é\ud800", "prediction": ""},
+    ]
+    path = write(tmp_path / "rows.jsonl", rows)
+    assert grade.run(path, as_json=False, processes=1, time_limit_seconds=2.0) == 0
+    said = capsys.readouterr()
+    header, first, second, summary = said.out.splitlines()
+    assert header.split() == ["line", "outcome", "reference", "answer"] and said.err == ""
+    assert first.split()[:3] == ["1", "wrong", "7"] and len(first) < 110 and "\x1b" not in first
+    assert second.split()[:2] == ["2", "unparsed"] and second.endswith("(none)")
+    assert summary == "2 rows: 0.0% right (1 wrong, 1 unparsed)"
+
+
+def test_verdicts_come_while_rows_still_do() -> None:
+    """Through a pipe that stays open, longer than one chunk, from standard input."""
+    count = grade.CHUNK_ROWS + 10
+    lines = "".join(
+        json.dumps({"id": i, "gold": str(i), "prediction": str(i - i % 2)}) + "\n" for i in range(count)
+    )
+    command = [sys.executable, "-m", "hpcgrpo.cli", "grade", "-", "--json", "--processes", "1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(lines)
+        process.stdin.flush()
+        first = json.loads(process.stdout.readline())  # the input has not ended
+        process.stdin.close()
+        rest = [json.loads(line) for line in process.stdout]
+    assert process.returncode == 0
+    found = [first, *rest]
+    assert [f["id"] for f in found] == list(range(count))
+    assert [f["verdict"] for f in found] == [i % 2 == 0 for i in range(count)]
+
+
+def test_a_long_file_takes_no_more_memory_than_a_short_one(tmp_path: Path) -> None:
+    def peak_bytes(count: int) -> int:
+        rows = [{"gold": str(i), "prediction": f"so \\boxed{{{i + 1}}}" + " " * 500} for i in range(count)]
+        path = write(tmp_path / f"{count}.jsonl", rows)
+        command = [sys.executable, "-m", "hpcgrpo.cli", "grade", str(path), "--json"]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        return usage.ru_maxrss * 1024
+
+    assert peak_bytes(20_000) - peak_bytes(1_000) < 5_000_000  # the rows are 11 MB
 
 
 def test_strict_wants_a_box_or_a_tag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -375,17 +375,19 @@ def test_a_batch_with_hostile_answers_takes_at_most_twice_as_long(path: Path) ->
         mixed[i] = hostile[n % len(hostile)]
     with Grader(num_processes=2) as pool:
         pool.grade([EXPRESSION, ("x+2", "2+x")])
-        ratios, after = [], []
-        for _ in range(4):
-            seconds = []
+        seconds: list[list[float]] = []
+        while not seconds or (len(seconds) < 4 and not undisturbed(seconds)):
+            seconds.append([])
             for batch in (cases, mixed, cases):
                 began = time.monotonic()
                 pool.grade(batch)
-                seconds.append(time.monotonic() - began)
-            ratios.append(seconds[1] / seconds[0])
-            after.append(seconds[2] / seconds[0])
-    assert min(ratios) <= 2, ratios
-    assert min(after) <= 1.25, after  # and what comes next is as fast as before
+                seconds[-1].append(time.monotonic() - began)
+    assert undisturbed(seconds), seconds
+
+
+def undisturbed(seconds: list[list[float]]) -> bool:
+    """Whether some turn (before, hostile, after) kept to twice the time, and the next batch was as fast as before."""
+    return any(hostile <= 2 * before and after <= 1.25 * before for before, hostile, after in seconds)
 
 
 def test_hostile_answers_are_wrong_unless_they_say_so(grader: Grader) -> None:

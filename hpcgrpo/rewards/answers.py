@@ -158,9 +158,7 @@ _SPELLINGS: list[
     (re.compile(r"(?<=\d)\s*\b([ap])\.?\s?m\b\.?$", re.I), lambda m: f" {m.group(1).upper()}M"),
     (re.compile(r"\s+"), " "),
     (
-        re.compile(
-            r"(?<=[^\w,]) |(?<=,) (?!\d{3}(?!\d))|(?<=\w) (?=[^\w\\])|(?<=\d) (?=[A-Za-z](?![A-Za-z]))"
-        ),
+        re.compile(r"(?<=[^\w,]) |(?<=,) (?!\d{3}(?!\d))|(?<=\w) (?=[^\w\\])"),
         "",
     ),
 ]
@@ -183,7 +181,7 @@ _NO_UNITS = (
 )
 _UNIT_WORD = rf"(?:(?:{_SHORT_UNITS})(?![A-Za-z])|(?!(?:{_NO_UNITS})(?![A-Za-z]))[A-Za-z]{{4,}}(?![A-Za-z]))"
 _UNIT = re.compile(
-    rf"^(?P<value>.*[\d}})%])\s*"
+    rf"^(?P<value>.*[\d}})%])(?!\w(?![A-Za-z]))\s*"  # 10m may be ten times m, 10 m is a length
     rf"(?P<unit>{_UNIT_WORD}"
     rf"(?:\s*[/^. -]?\s*\{{?(?:(?!(?:or|and)\b)[A-Za-z]{{2,}}|-?\d)\}}?|/[A-Za-z](?![A-Za-z]))*"
     rf"|\((?:{_UNIT_WORD})(?:[ /^]*(?:{_UNIT_WORD}|per|\d))*\)|\\(?:Omega|mu\s*[mgsFCJ]|AA))\s*$"
@@ -319,7 +317,10 @@ def without_unit(text: str) -> str:
 
 
 def _other_unit(gold: str, prediction: str) -> bool:
-    """Whether both are known units of one kind, and not the same one."""
+    """Whether both are known units of one kind and not the same one, or to another power."""
+    powers = [re.search(r"\d", unit) for unit in (gold, prediction)]
+    if powers[0] and powers[1] and powers[0].group() != powers[1].group():
+        return True
     found = []
     for unit in (gold, prediction):
         word = re.sub(r"[^A-Za-z].*", "", unit.lower())

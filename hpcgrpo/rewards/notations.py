@@ -21,7 +21,7 @@ NAME = re.compile(
     r"|\([^()]*\)|\\frac\{d\s*\w+\}\{d\s*\w+\}|\|[A-Za-z ]+\||\[[A-Z]+\]"
 )
 _MATRIX = re.compile(
-    r"[\[(]?\s*\\begin\{([pbvBV]?)(?:small)?(?:matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{[a-zA-Z]+\}\s*[\])]?"
+    r"[\[(]?\s*\\begin\{([pbvBV]?)(?:small)?(?:matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{[a-zA-Z]*(?:matrix|array)\}\s*[\])]?"
 )
 _CLOCK = re.compile(r"0?(\d{1,2}):([0-5]\d)(?:\s*([AP])M)?")
 _RATIO = re.compile(r"[\d.]+(?:\s*:\s*[\d.]+)+")

@@ -203,7 +203,15 @@ class _Reader:
             raise Unreadable
         if self.peek() == "_":
             self.take()
-            return ("name", token + "_" + self.raw())
+            token = f"{token}_{self.raw()}"
+        if (
+            token not in ("e", "i")
+            and self.peek() == "("
+            and re.fullmatch(r"\d+\)", "".join(self.tokens[self.at + 1 : self.at + 3]))
+        ):
+            return ("name", token + self.take() + self.take() + self.take())  # I(0) is a value of I
+        if "_" in token:
+            return ("name", token)
         return ("constant", token) if token in ("e", "i") else ("name", token)
 
     def command(self, token: str) -> Node:

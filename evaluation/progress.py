@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from hpcgrpo.journal import live_bar
+
 LINE_EVERY_SECONDS = 15.0
 
 
@@ -27,19 +29,7 @@ class Progress:
     def __enter__(self) -> Progress:
         self.before = self.done
         if self.stream.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-
-            columns = (
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[said]}"),
-            )
-            self.bar = Bar(TextColumn(self.name), *columns, console=Console(file=self.stream))
-            self.bar.start()
-            self.bar.add_task(self.name, total=self.total, completed=self.done, said="")
+            self.bar = live_bar(self.name, self.total, self.done, self.stream)
         return self
 
     def __exit__(self, *_: object) -> None:

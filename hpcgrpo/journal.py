@@ -126,6 +126,18 @@ def _wandb(folder: Path, config: Mapping[str, Any]) -> Any:
     return lambda step, values: wandb.log(dict(values), step=step)
 
 
+def live_bar(name: str, total: int, done: int, stream: IO[str]) -> Any:
+    """A rich bar that runs already: `update(0, completed=..., said=...)`, then `stop()`."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[said]}"))
+    bar = Progress(TextColumn(name), *columns, console=Console(file=stream))
+    bar.start()
+    bar.add_task(name, total=total, completed=done, said="")
+    return bar
+
+
 @dataclass
 class ProgressLine:
     """The training's progress: a live bar on a terminal, a line every few seconds elsewhere."""
@@ -140,18 +152,7 @@ class ProgressLine:
 
     def __enter__(self) -> ProgressLine:
         if self.stream is sys.stderr and self.stream.isatty():  # srun gives its tasks a terminal too
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[said]}"),
-            )
-            self.bar = Progress(TextColumn(self.name), *columns, console=Console(file=self.stream))
-            self.bar.start()
-            self.bar.add_task(self.name, total=self.total, completed=self.done, said="")
+            self.bar = live_bar(self.name, self.total, self.done, self.stream)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -103,6 +103,11 @@ class Attempt:
         held = _read(self._lease)
         return held is None or held.get("attempt") == self.folder.name
 
+    def leased_at(self) -> float | None:
+        """When the run's latest attempt began, in epoch seconds; None outside a job."""
+        found = (_read(self._lease) or {}).get("time")
+        return float(found) if isinstance(found, int | float) else None
+
     @property
     def _lease(self) -> Path:
         return self.folder.parent / "lease.json"

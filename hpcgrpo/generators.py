@@ -89,7 +89,7 @@ def engines_client(
         urls,
         secret=secret,
         rank=trainer.ranks.rank,
-        gather=trainer.ranks.gather,
+        gather=trainer.gather,
         transport=generation.weight_sync,
         address=os.environ["HPCGRPO_ADDRESS"],
         device=learner.device,
@@ -153,7 +153,7 @@ def parity_check(
             generated=generated,
             learner_dtype=str(learner.dtype),
             limit=generation.parity_threshold,
-            gather=trainer.ranks.gather,
+            gather=trainer.gather,
         )
 
     return check

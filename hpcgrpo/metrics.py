@@ -7,10 +7,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 from hpcgrpo.batching import Credited, Plan
-from hpcgrpo.types import Rollout, flatten
+from hpcgrpo.types import Progress, Rollout, flatten
 
 
-def rollout_metrics(credited: Credited, progress: Any) -> dict[str, float]:
+def rollout_metrics(credited: Credited, progress: Progress) -> dict[str, float]:
     """Rewards, lengths, outcomes and drafts of all ranks' rollouts; adds the step's counts to `progress`."""
     samples = [g for g in credited.groups if g.stage == "sample"]
     rollouts = flatten([g.rollouts for g in samples])

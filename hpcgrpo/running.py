@@ -50,6 +50,13 @@ class Run:
     saved_step: int = -1
     step_seconds: list[float] = field(default_factory=list)
     save_seconds: float = 0.0
+    tokens_before: int = 0  # the step: sampled, prompts included
+
+    @property
+    def devices(self) -> int:
+        """Reserved for the run, those of the serving nodes included; on a CPU its ranks."""
+        cluster = self.config.cluster
+        return cluster.nodes * cluster.gpus_per_node or self.counts.ranks
 
 
 def steps(run: Run) -> Iterator[StepRecord]:
@@ -58,7 +65,7 @@ def steps(run: Run) -> Iterator[StepRecord]:
     Asked to stop, it saves what is not saved yet and raises Stopped on all ranks.
     """
     profiler.reset_peak_memory()
-    run.first_step = run.trainer.progress.step
+    run.first_step, run.tokens_before = run.trainer.progress.step, run.trainer.progress.num_tokens
     run.saved_step = run.first_step if run.resumed_from else -1
     _note(run)
     try:
@@ -77,9 +84,9 @@ def _until_stopped(run: Run) -> Iterator[StepRecord]:
     trainer, train = run.trainer, run.config.train
     if run.held_out and run.resumed_from is None:
         trainer.sync()
-        found, answers = held_out(run, forms=True)
+        with trainer.profile.phase("evaluate"):
+            found, answers = held_out(run, forms=True)
         yield StepRecord(0, found, None, answers)
-    began = time.perf_counter()
     for record in trainer.steps():
         last = record.step == run.counts.max_steps
         metrics, answers = dict(record.metrics), {}
@@ -91,23 +98,39 @@ def _until_stopped(run: Run) -> Iterator[StepRecord]:
         if last or record.step % train.save_steps == 0:
             with trainer.profile.phase("save"):
                 save(run, wait=last)
-        if run.device.type == "cpu":  # on a shared machine the clock tells little
-            metrics |= {f"timing_cpu_s/{k}": v for k, v in trainer.profile.step_cpu_seconds.items()}
-        phases = trainer.profile.end_step()
-        now = time.perf_counter()
-        metrics |= {f"timing_s/{name}": seconds for name, seconds in phases.items()}
-        metrics |= {"step_time": now - began, "epoch": trainer.progress.position / len(trainer.prompts)}
-        working = now - began - phases.get("evaluate", 0.0) - phases.get("save", 0.0)
-        metrics["perf/completions_per_second"] = metrics["completions/sampled"] / working
         stop = run.attempt is not None and run.attempt.stop_request() is not None
-        said = trainer.ranks.gather((profiler.peak_memory_gb(), stop))
-        metrics["perf/peak_memory_gb"] = max(peak for peak, _ in said)
-        run.step_seconds = [*run.step_seconds, now - began][-SLOWEST_OF:]
-        began = now
+        said = trainer.gather((profiler.peak_memory_gb(), stop))
+        metrics |= _timed(run, metrics) | {"perf/peak_memory_gb": max(peak for peak, _ in said)}
+        metrics["epoch"] = trainer.progress.position / len(trainer.prompts)
+        run.step_seconds = [*run.step_seconds, metrics["step_time"]][-SLOWEST_OF:]
         yield StepRecord(record.step, metrics, record.credited, answers)
         _note(run)
         if any(asked for _, asked in said) and not last:
             raise Stopped(agreed=True)
+
+
+def _timed(run: Run, metrics: Mapping[str, float]) -> dict[str, float]:
+    """End the step -> where its time went, and its rates; evaluation and checkpoints are left out of those."""
+    profile, progress = run.trainer.profile, run.trainer.progress
+    spent, cpu = profile.end_step()
+    apart = sum(spent.phases.get(name, 0.0) for name in ("evaluate", "save"))
+    working, tokens = spent.seconds - apart, progress.num_tokens - run.tokens_before
+    run.tokens_before = progress.num_tokens
+    return {
+        "step_time": spent.seconds,
+        **spent.named("timing_s"),
+        # on a shared machine the clock tells little
+        **(cpu.named("timing_cpu_s") if run.device.type == "cpu" else {}),
+        "perf/completions_per_second": metrics["completions/sampled"] / working,
+        "perf/tokens_per_second_per_device": tokens / working / run.devices,
+        "perf/samples_per_second": _samples_per_second(run),
+    }
+
+
+def _samples_per_second(run: Run) -> float:
+    counts, progress = run.counts, run.trainer.progress
+    elapsed = run.trainer.profile.elapsed_seconds
+    return profiler.samples_per_second(progress.updates, counts.rows_per_device, counts.ranks, elapsed)
 
 
 def held_out(run: Run, *, forms: bool) -> tuple[dict[str, float], Answers]:
@@ -150,7 +173,7 @@ def save(run: Run, *, wait: bool) -> None:
     asynchronous = run.device.type == "cuda" if train.async_save is None else train.async_save
     extra = {
         "progress": asdict(progress),
-        "phase_seconds": run.trainer.profile.total_seconds,
+        "profile": run.trainer.profile.state(),
         "finished": progress.step == run.counts.max_steps,
         "length": [train.max_steps, train.num_train_epochs],  # of the run that it ends
     }
@@ -228,18 +251,38 @@ def lead(run: Run) -> None:
             file=run.summary,
             flush=True,
         )
+    profile = run.trainer.profile
+    profile.held_before_seconds = held_before_seconds(run)
     with ProgressLine(run.counts.max_steps, max(0, resumed), config.name, run.summary) as progress:
         for record in steps(run):
             check_lease(run)
-            journal.metrics(record.step, record.metrics)
+            with profile.phase("journal"):
+                journal.metrics(record.step, record.metrics)
+                if record.held_out:
+                    journal.rollouts(record.step, held_out_rows(record.held_out), kind="eval")
+                if record.credited is not None:
+                    journal.rollouts(record.step, rollout_rows(record.credited))
+                    write_profile(run, record.metrics)
             if record.step == 0 and (warning := transfer_warning(record.metrics, len(run.held_out))):
                 print(f"warning: {warning}", file=run.summary, flush=True)
-            if record.held_out:
-                journal.rollouts(record.step, held_out_rows(record.held_out), kind="eval")
             if record.credited is not None:
-                journal.rollouts(record.step, rollout_rows(record.credited))
                 progress.step(record.step, record.metrics)
-                write_profile(run, record.metrics)
+
+
+def held_before_seconds(run: Run) -> float:
+    """How long devices were held before this start's clock began: by earlier starts, and by what came before in a job.
+
+    An earlier start told last with its last step.
+    """
+    try:
+        told = json.loads((run.config.folder / "profile.json").read_text(encoding="utf-8"))
+        earlier = float(told.get("held_seconds", told["elapsed_seconds"]))
+    except (OSError, ValueError, KeyError):
+        earlier = 0.0
+    leased = run.attempt.leased_at() if run.attempt is not None else None
+    profile = run.trainer.profile
+    since = time.time() - leased if leased is not None else 0.0
+    return earlier + max(0.0, since - (profile.clock() - profile.started))
 
 
 def check_lease(run: Run) -> None:
@@ -266,22 +309,21 @@ def _note(run: Run) -> None:
 
 def write_profile(run: Run, metrics: Mapping[str, float]) -> None:
     """profile.json: Appendix D's quantities, and the seconds by phase, over all attempts."""
-    profile, progress, cluster = run.trainer.profile, run.trainer.progress, run.config.cluster
-    elapsed = profile.elapsed_seconds
-    devices = cluster.nodes * cluster.gpus_per_node or run.counts.ranks
+    profile, progress, devices = run.trainer.profile, run.trainer.progress, run.devices
+    spent, elapsed, held = profile.total, profile.elapsed_seconds, profile.held_seconds
     summary = {
         "steps": progress.step,
         "elapsed_seconds": elapsed,
+        "held_seconds": held,
         "peak_memory_gb": metrics["perf/peak_memory_gb"],
-        "samples_per_second": profiler.samples_per_second(
-            progress.updates, run.counts.rows_per_device, run.counts.ranks, elapsed
-        ),
+        "samples_per_second": _samples_per_second(run),
         "completions_per_second": progress.num_completions / elapsed,
         "trained_completions_per_second": progress.trained_completions / elapsed,
         "tokens_per_second_per_device": progress.num_tokens / elapsed / devices,
         "device": run.device.type,
         "devices": devices,
-        "gpu_hours" if run.device.type == "cuda" else "cpu_rank_hours": profiler.gpu_hours(devices, elapsed),
-        "phase_seconds": profile.total_seconds,
+        "gpu_hours" if run.device.type == "cuda" else "cpu_rank_hours": profiler.gpu_hours(devices, held),
+        "phase_seconds": spent.phases,
+        "part_seconds": spent.parts,
     }
     write_atomically(run.config.folder / "profile.json", json.dumps(summary, indent=1) + "\n")

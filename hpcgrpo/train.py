@@ -30,8 +30,8 @@ from hpcgrpo.profiler import Profile
 from hpcgrpo.running import Run, lead, load_training_state, steps, training_state
 from hpcgrpo.sections import RunConfig
 from hpcgrpo.tasks import Prompts, Renderer, build_prompts, build_renderer, load_rows
-from hpcgrpo.trainer import Peer, Progress, Setup, Trainer
-from hpcgrpo.types import Prompt, Stopped
+from hpcgrpo.trainer import Peer, Setup, Trainer
+from hpcgrpo.types import Progress, Prompt, Stopped
 
 GATHER_MINUTES = 60  # how long a rank waits for the slowest one, on gloo
 TAKEOVER_SECONDS = 60.0  # for ranks of an earlier start to end
@@ -44,6 +44,10 @@ class GlooRanks:
     rank: int
     size: int
     group: dist.ProcessGroup
+
+    def wait(self) -> None:
+        if self.size > 1:
+            dist.barrier(group=self.group)
 
     def gather(self, value: Any) -> list[Any]:
         if self.size == 1:
@@ -139,7 +143,8 @@ def assemble(config: RunConfig, ranks: GlooRanks, device: torch.device, attempt:
     logging.disable_progress_bar()  # one bar: the training's own
     logging.set_verbosity_error()
     moved = attempt.beat if attempt is not None else lambda: None
-    profile = Profile(moved=moved)
+    settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    profile = Profile(moved=moved, settle=settle)
     algorithm = config.build_algorithm()
     tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path)
     renderer = build_renderer(
@@ -152,7 +157,7 @@ def assemble(config: RunConfig, ranks: GlooRanks, device: torch.device, attempt:
         config.rewards, max_completion_length=config.generation.max_completion_length, num_processes=graders
     )
     learner = build_learner(
-        config, config.model_name_or_path, device, with_reference="reference" in algorithm.streams
+        config, config.model_name_or_path, device, profile, with_reference="reference" in algorithm.streams
     )
     trainer = Trainer(
         algorithm=algorithm,
@@ -218,6 +223,7 @@ def build_learner(
     config: RunConfig,
     model_name_or_path: str,
     device: torch.device,
+    profile: Profile,
     *,
     with_reference: bool,
     trained: bool = True,
@@ -245,6 +251,7 @@ def build_learner(
         max_grad_norm=train.max_grad_norm,
         with_reference=with_reference,
         trained=trained,
+        timed=profile.part,
     )
 
 
@@ -262,6 +269,7 @@ def build_peer(
         config,
         model,
         device,
+        trainer.profile,
         with_reference=rule is not None and "reference" in rule.streams,
         trained=rule is not None,
     )
@@ -322,6 +330,5 @@ def resume(trainer: Trainer, checkpoints: checkpoint.Checkpoints) -> Path | None
     state, extra = checkpoint.load(path, training_state(trainer))
     load_training_state(trainer, state)
     trainer.progress = Progress(**extra["progress"])
-    trainer.profile.elapsed_before_seconds = trainer.progress.elapsed_seconds
-    trainer.profile.total_seconds = extra["phase_seconds"]
+    trainer.profile.load_state(extra.get("profile", extra), elapsed_seconds=trainer.progress.elapsed_seconds)
     return Path(path)

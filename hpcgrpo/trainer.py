@@ -17,6 +17,7 @@ from hpcgrpo.types import (
     Completion,
     Group,
     MicroBatch,
+    Progress,
     Prompt,
     Request,
     Rollout,
@@ -74,6 +75,10 @@ class Ranks(Protocol):
     @property
     def size(self) -> int: ...
 
+    def wait(self) -> None:
+        """Return once every rank is here."""
+        ...
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
         ...
@@ -94,19 +99,6 @@ class Setup:
     max_refine_prompt_length: int  # tokens of a prompt with a draft in it
     temperature: float
     shared_prefix: bool
-
-
-@dataclass
-class Progress:
-    """What changes from step to step besides the weights: all that a resume needs."""
-
-    step: int = 0
-    position: int = 0  # of the next prompt
-    updates: int = 0  # optimizer steps taken
-    num_tokens: int = 0  # prompt and completion tokens sampled so far
-    num_completions: int = 0
-    trained_completions: int = 0
-    elapsed_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -156,9 +148,9 @@ class Trainer:
     def steps(self) -> Iterator[StepRecord]:
         """Train to the last step, giving each one's record once its weights are in the generator."""
         self.sync()
+        self.profile.begin_steps()
         while self.progress.step < self.setup.max_steps:
-            with self.profile.phase("explore"):
-                groups = self.explore()
+            groups = self.explore()
             if self.algorithm.compares:
                 groups = self.compare(groups)
             credited = batching.credit(groups, self.algorithm)
@@ -167,8 +159,7 @@ class Trainer:
                 metrics |= self.learn_peer(groups, self.algorithm.peer)
             self.progress.updates += int(metrics["updates"])
             self.progress.step += 1
-            with self.profile.phase("sync"):
-                self.sync()
+            self.sync()
             yield StepRecord(
                 self.progress.step,
                 {
@@ -190,8 +181,7 @@ class Trainer:
         mine = exploration.more()
         groups = [replace(g, rank=self.ranks.rank) for g in self.algorithm.explore(mine, exploration)]
         whole = [g for g in groups if g.answered]
-        with self.profile.phase("exchange"):
-            shares = self.exchange((whole, exploration.sampled, len(groups) - len(whole)))
+        shares = self.exchange((whole, exploration.sampled, len(groups) - len(whole)))
         self.progress.position = exploration.position
         everyone = sorted((g for share, _, _ in shares for g in share), key=lambda g: g.prompt.position)
         taken = sorted({g.prompt.position for g in everyone})[: self.setup.prompts_per_step]
@@ -201,20 +191,27 @@ class Trainer:
         self.dropped = sum(dropped for _, _, dropped in shares)
         return chosen
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value on every rank; the time until the slowest one has come counts as `wait`."""
+        with self.profile.phase("wait"):
+            self.ranks.wait()
+        return self.ranks.gather(value)
+
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank. Until all have one, weights are pushed again for ranks that starve.
 
         Raises Stopped on all ranks where one is to stop at once.
         """
         while True:
-            said = self.ranks.gather(("stop", None) if self.urgent() else ("done", value))
+            with self.profile.phase("exchange"):
+                said = self.gather(("stop", None) if self.urgent() else ("done", value))
             if not self._settle({kind for kind, _ in said}):
                 return [v for _, v in said]
 
     def starved(self) -> None:
         """A rank whose requests no server can take: wait for all ranks, then push the weights together."""
         kind = "stop" if self.urgent() else "starved"
-        self._settle({kind for kind, _ in self.ranks.gather((kind, None))})
+        self._settle({kind for kind, _ in self.gather((kind, None))})
 
     def _settle(self, kinds: set[str]) -> bool:
         """Do what the ranks have agreed on -> whether weights were pushed, so that there is more to wait for."""
@@ -229,8 +226,12 @@ class Trainer:
         assert self.peer is not None, "an algorithm that compares needs a peer"
         plan = self.plan(batching.everything(groups), self.algorithm)
         mine = plan.micro_batches[self.ranks.rank]
-        with self.profile.phase("compare"):
-            found = self.ranks.gather((self.learner.logprobs_of(mine), self.peer.learner.logprobs_of(mine)))
+        with self.profile.phase("compare/old"):
+            ours = self.learner.logprobs_of(mine)
+        with self.profile.phase("compare/peer"):
+            theirs = self.peer.learner.logprobs_of(mine)
+        with self.profile.phase("exchange"):
+            found = self.gather((ours, theirs))
         old, peer = ({i: row for share in found for i, row in share[which].items()} for which in (0, 1))
         return batching.with_logprobs(groups, old, peer)
 
@@ -271,7 +272,7 @@ class Trainer:
                 for p, rows in zip(plans, prepared, strict=True):
                     rate = learning_rate(self.progress.updates + len(done))
                     sums = learner.update(rows, algorithm.loss, learning_rate=rate)
-                    done.append((self.ranks.gather(sums), p.totals.tokens, rate))
+                    done.append((self.gather(sums), p.totals.tokens, rate))
         return learning_metrics(done, plans)
 
     def _prepared(self, learner: Learner, algorithm: Algorithm, plan: batching.Plan, plans: int) -> Any:
@@ -302,10 +303,11 @@ class Trainer:
 
     def sync(self) -> None:
         """Push the policy's weights to the generator, and the peer's while it still writes hints."""
-        self.generator.update_weights(self.learner.full_parameters, self.progress.updates)
-        hints = self.progress.position < self.algorithm.hint_epochs * len(self.prompts)
-        if hints or self.peer_answers:
-            self.sync_peer()
+        with self.profile.phase("sync"):
+            self.generator.update_weights(self.learner.full_parameters, self.progress.updates)
+            hints = self.progress.position < self.algorithm.hint_epochs * len(self.prompts)
+            if hints or self.peer_answers:
+                self.sync_peer()
 
     def sync_peer(self) -> None:
         """Push the peer's weights to its own generator, where it has one."""
@@ -319,7 +321,7 @@ class Trainer:
             return generator.generate(requests, sampling)
         except Stopped as stop:
             if not stop.agreed:  # the other ranks are in `exchange`, or on their way there
-                self.ranks.gather(("stop", None))
+                self.gather(("stop", None))
             raise Stopped(agreed=True) from None
 
     def rollouts(
@@ -340,7 +342,8 @@ class Trainer:
             for p in prompts
             for i in range(num)
         ]
-        with self.profile.phase("generate"):
+        two = self.algorithm.num_drafts > 0
+        with self.profile.phase(f"generate/stage_{1 + (stage != 'draft')}" if two else "generate"):
             if hint_tokens:
                 completions = self._hinted(requests, sampling, hint_tokens)
             else:

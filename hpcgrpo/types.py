@@ -2,7 +2,7 @@
 
 `Prompt -> Completion -> Rollout -> Group -> Batch -> (loss, metrics)`
 
-Standard library only; tensors appear in annotations alone. All values are frozen.
+Standard library only; tensors appear in annotations alone. All values are frozen, but for the run's progress.
 """
 
 from __future__ import annotations
@@ -176,6 +176,19 @@ class Batch:
     peer: Tensor | None = None  # [T] log-probs of the other policy
     rewards: Tensor | None = None  # [T] float32, the reward of a token's row
     progress: float = 0.0  # share of the run's optimizer steps that lie behind, 0 to 1
+
+
+@dataclass
+class Progress:
+    """What changes from step to step besides the weights: all that a resume needs."""
+
+    step: int = 0
+    position: int = 0  # of the next prompt
+    updates: int = 0  # optimizer steps taken
+    num_tokens: int = 0  # prompt and completion tokens sampled so far
+    num_completions: int = 0
+    trained_completions: int = 0
+    elapsed_seconds: float = 0.0
 
 
 def stable_seed(*parts: int | str) -> int:

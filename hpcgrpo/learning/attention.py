@@ -44,6 +44,12 @@ class Plan:
     cross: tuple[tuple[Span, Span], ...]  # (tails of a group, its prefix): every tail token sees all of it
     tokens: int  # length of the row
 
+    @property
+    def pairs(self) -> int:
+        """Queries with a key that they attend to: what attention's arithmetic is in proportion to."""
+        own = sum(count * length * (length + 1) // 2 for _, length, count in self.own)
+        return own + sum((b - a) * (d - c) for (a, b), (c, d) in self.cross)
+
 
 @dataclass(frozen=True)
 class Layout:

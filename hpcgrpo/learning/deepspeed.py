@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hpcgrpo.algorithms.base import Loss
 from hpcgrpo.learning.attention import check_model
-from hpcgrpo.learning.fsdp import PolicyModel, extreme, prepare_rows, whole_model
+from hpcgrpo.learning.fsdp import PolicyModel, extreme, prepare_rows, take_computed, whole_model
 from hpcgrpo.learning.packing import Packed, pack_row, with_streams
+from hpcgrpo.learning.passes import Computed, Timed, untimed
 from hpcgrpo.types import MicroBatch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -53,10 +54,11 @@ class DeepSpeedLearner:
         max_grad_norm: float,
         with_reference: bool,
         trained: bool = True,  # as FsdpLearner has it; a frozen teacher is one of those
+        timed: Timed = untimed,
     ) -> None:
         """As FsdpLearner. Raises ValueError where DeepSpeed is not installed as well; the process group must exist,
         and `mesh` be all of it."""
-        self.device, self.world = device, mesh.size()
+        self.device, self.world, self.timed = device, mesh.size(), timed
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self._library = library(device)
         thrifty = device.type == "cuda" and not gradient_checkpointing  # a CPU keeps torch's own linear layer
@@ -113,7 +115,12 @@ class DeepSpeedLearner:
             [with_streams(pack_row(m, self.device), progress=progress) for m in micro_batches],
             old=partial(self._logprobs, self.model) if old else None,
             reference=partial(self._logprobs, self.reference) if reference else None,
+            timed=self.timed,
         )
+
+    def take_computed(self) -> Computed:
+        """As FsdpLearner."""
+        return take_computed(*(each.module for each in (self.model, self.reference) if each is not None))
 
     @torch.no_grad()
     def _logprobs(self, model: Any, rows: Sequence[Packed]) -> list[Tensor]:
@@ -135,19 +142,21 @@ class DeepSpeedLearner:
         A step whose gradient norm is not finite is left out by ZeRO and counted in `skipped_updates`.
         """
         sums: dict[str, list[Tensor]] = {}
-        for i, row in enumerate(rows):
-            self.model.set_gradient_accumulation_boundary(i == len(rows) - 1)
-            logprobs, entropy = self.model(row)
-            if row.batch is None:
-                total = logprobs.sum() * 0
-            else:
-                total, metrics = loss(logprobs, row.batch)
-                for name, value in {**metrics, "loss": total.detach(), "entropy": entropy.sum()}.items():
-                    sums.setdefault(name, []).append(value.detach())
-            self.model.backward(total * self.world, scale_wrt_gas=False)
-        for group in self.model.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.model.step()
+        with self.timed("forward_backward"):
+            for i, row in enumerate(rows):
+                self.model.set_gradient_accumulation_boundary(i == len(rows) - 1)
+                logprobs, entropy = self.model(row)
+                if row.batch is None:
+                    total = logprobs.sum() * 0
+                else:
+                    total, metrics = loss(logprobs, row.batch)
+                    for name, value in {**metrics, "loss": total.detach(), "entropy": entropy.sum()}.items():
+                        sums.setdefault(name, []).append(value.detach())
+                self.model.backward(total * self.world, scale_wrt_gas=False)
+        with self.timed("optimizer"):
+            for group in self.model.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.model.step()
         return {
             **{name: extreme(name)(torch.stack(values)).item() for name, values in sums.items()},
             "grad_norm": float(self.model.get_global_grad_norm()),

@@ -24,6 +24,7 @@ from hpcgrpo.algorithms.base import Loss
 from hpcgrpo.learning.attention import check_model
 from hpcgrpo.learning.logprobs import token_logprobs
 from hpcgrpo.learning.packing import Packed, pack_row, with_streams
+from hpcgrpo.learning.passes import Computed, Timed, untimed
 from hpcgrpo.types import MicroBatch
 
 
@@ -38,9 +39,11 @@ class PolicyModel(nn.Module):
         self.temperature = temperature
         self.chunk_bytes = chunk_bytes
         self.packed_attention = packed_attention
+        self.computed = Computed()
 
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """-> log-probs [N] float32 at the sampling temperature, entropies [N] float32 (detached), both in nats."""
+        self.computed.add(packed, trained=torch.is_grad_enabled())
         layout = {"layout": packed.layout} if self.packed_attention else {}
         backbone: Any = self.lm.base_model
         hidden = backbone(
@@ -77,9 +80,12 @@ class FsdpLearner:
         max_grad_norm: float,
         with_reference: bool,
         trained: bool = True,
+        timed: Timed = untimed,
     ) -> None:
         """`with_reference` loads a second, frozen copy of the initial weights; not `trained` is a frozen teacher,
-        without an optimizer. Raises ValueError for models that `attn_implementation` cannot serve."""
+        without an optimizer. `timed` gets the parts old, reference, peer, forward_backward and optimizer. Raises
+        ValueError for models that `attn_implementation` cannot serve."""
+        self.timed = timed
         self.device, self.max_grad_norm, self.world = device, max_grad_norm, mesh.size()
         self.dtype = torch.bfloat16 if bf16 else torch.float32
 
@@ -119,6 +125,7 @@ class FsdpLearner:
             [with_streams(pack_row(m, self.device), progress=progress) for m in micro_batches],
             old=partial(self._logprobs, self.model) if old else None,
             reference=partial(self._logprobs, self.reference) if reference else None,
+            timed=self.timed,
         )
 
     def logprobs_of(self, micro_batches: Sequence[MicroBatch]) -> dict[int, tuple[float, ...]]:
@@ -128,7 +135,14 @@ class FsdpLearner:
 
     def as_peer(self, rows: Sequence[Packed]) -> list[Packed]:
         """Another learner's rows with this policy's log-probs as their `peer` stream."""
-        return [with_streams(r, peer=x) for r, x in zip(rows, self._logprobs(self.model, rows), strict=True)]
+        with self.timed("peer"):
+            return [
+                with_streams(r, peer=x) for r, x in zip(rows, self._logprobs(self.model, rows), strict=True)
+            ]
+
+    def take_computed(self) -> Computed:
+        """What this policy's models, the reference's too, computed since this was last asked."""
+        return take_computed(self.model, self.reference)
 
     @torch.no_grad()
     def _logprobs(self, model: PolicyModel | None, rows: Sequence[Packed]) -> list[Tensor]:
@@ -150,22 +164,24 @@ class FsdpLearner:
         A step whose gradient norm is not finite is left out and counted in `skipped_updates`.
         """
         sums: dict[str, list[Tensor]] = {}
-        for row in rows:
-            logprobs, entropy = self.model(row)
-            if row.batch is None:
-                total = logprobs.sum() * 0
-            else:
-                total, metrics = loss(logprobs, row.batch)
-                for name, value in {**metrics, "loss": total.detach(), "entropy": entropy.sum()}.items():
-                    sums.setdefault(name, []).append(value.detach())
-            (total * self.world).backward()
-        norm = self._clip()
-        finite = bool(torch.isfinite(norm))
-        if finite:
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with self.timed("forward_backward"):
+            for row in rows:
+                logprobs, entropy = self.model(row)
+                if row.batch is None:
+                    total = logprobs.sum() * 0
+                else:
+                    total, metrics = loss(logprobs, row.batch)
+                    for name, value in {**metrics, "loss": total.detach(), "entropy": entropy.sum()}.items():
+                        sums.setdefault(name, []).append(value.detach())
+                (total * self.world).backward()
+        with self.timed("optimizer"):
+            norm = self._clip()
+            finite = bool(torch.isfinite(norm))
+            if finite:
+                for group in self.optimizer.param_groups:
+                    group["lr"] = learning_rate
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         return {
             **{name: extreme(name)(torch.stack(values)).item() for name, values in sums.items()},
             "grad_norm": norm.item(),
@@ -196,13 +212,24 @@ class FsdpLearner:
 Scorer = Callable[[Sequence[Packed]], list[Tensor]]  # rows -> log-probs [N] of each
 
 
-def prepare_rows(rows: list[Packed], *, old: Scorer | None, reference: Scorer | None) -> list[Packed]:
+def prepare_rows(
+    rows: list[Packed], *, old: Scorer | None, reference: Scorer | None, timed: Timed = untimed
+) -> list[Packed]:
     """Rows with the log-prob streams that a loss needs, each from its model; None: a stream that is not needed."""
-    if old is not None:
-        rows = [with_streams(r, old=x) for r, x in zip(rows, old(rows), strict=True)]
-    if reference is not None:
-        rows = [with_streams(r, reference=x) for r, x in zip(rows, reference(rows), strict=True)]
+    for stream, score in (("old", old), ("reference", reference)):
+        if score is not None:
+            with timed(stream):
+                rows = [with_streams(r, **{stream: x}) for r, x in zip(rows, score(rows), strict=True)]
     return rows
+
+
+def take_computed(*models: PolicyModel | None) -> Computed:
+    """What the models computed since this was last asked; None stands for one that is not there."""
+    total = Computed()
+    for model in models:
+        if model is not None:
+            total, model.computed = total + model.computed, Computed()
+    return total
 
 
 def by_row(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> dict[int, tuple[float, ...]]:

@@ -47,7 +47,7 @@ PHASES = {
     "peer_update": "peer_update",
     "sync": "sync",
 }
-OUTSIDE = ("save", "evaluate", "explore")  # not of a step, or the sum of others
+OUTSIDE = ("save", "evaluate", "explore")  # not of a step; explore held others in earlier versions
 
 
 @dataclass(frozen=True)

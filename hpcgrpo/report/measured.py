@@ -15,7 +15,7 @@ MAX_POINTS = 400  # of a curve; of more, the smallest and the largest of each st
 MAX_BARS = 60  # of the picture of phases
 SMOOTHED_FROM = 60  # points of a curve, from which on a running mean is drawn too
 SMOOTHED_OVER = 10
-# The outer phase holds these: see `Profile.phase`.
+# In runs of earlier versions the phase explore held these.
 INNER = ("generate", "grade", "exchange")
 STEADY = ("learning_rate", "peak_memory_gb")  # nothing to smooth
 OUTCOMES = ("/right", "/wrong", "/unparsed", "/timeout", "/error")  # of grading

@@ -18,6 +18,7 @@ Facts = Mapping[str, Any]
 DIRECT = {
     "steps": "steps",
     "elapsed_seconds": "elapsed, seconds",
+    "held_seconds": "devices held, what was lost included, seconds",
     "peak_memory_gb": "peak memory, GB (10⁹ bytes)",
     "samples_per_second": "samples/s, as Appendix D counts them",
     "completions_per_second": "completions/s, drafts included",

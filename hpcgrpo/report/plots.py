@@ -86,6 +86,7 @@ CURVES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ),
     ("Distillation reward", (("kd/*", ""),)),
     ("Completions a second", (("perf/completions_per_second", "drafts included"),)),
+    ("Tokens a second of each reserved device", (("perf/tokens_per_second_per_device", "prompts included"),)),
     (
         "Utilisation of the devices",
         (

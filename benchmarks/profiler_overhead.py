@@ -22,6 +22,8 @@ import torch
 
 from hpcgrpo import flops, profiler, running, tiny
 from hpcgrpo.config import parse
+from hpcgrpo.learning.packing import Packed
+from hpcgrpo.learning.passes import Computed, untimed
 from hpcgrpo.profiler import Profile
 from hpcgrpo.running import Run
 from hpcgrpo.train import assemble, join
@@ -53,25 +55,34 @@ def settings(folder: Path, completion: int, steps: int) -> dict[str, Any]:
 
 @contextmanager
 def unmeasured(run: Run) -> Iterator[None]:
-    """Steps without the profiler: no clock is read, nothing is counted."""
+    """Steps without the profiler: no clock is read, nothing is counted, no memory looked up."""
     profile = run.trainer.profile
-    quiet: dict[str, Any] = {"phase": lambda name: nullcontext(), "part": lambda name: nullcontext()}
-    quiet |= {"_count": lambda: None, "sampled": lambda requests, completions: None}
-    kept = running._timed, flops.share, profiler.peak_memory_gb, run.meter, run.trainer.learner.timed
+    learner: Any = run.trainer.learner
+    models = [m for m in (learner.model, learner.reference) if m is not None]
+    quiet: dict[str, Any] = {"phase": lambda name: nullcontext(), "_count": lambda: None}
+    kept = running._timed, running._used, flops.share, profiler.peak_memory_gb, learner.timed
+    counted = [model.computed for model in models]
     running._timed = lambda run, metrics: {"step_time": 1.0}
-    flops.share, profiler.peak_memory_gb = lambda profile: flops.Share(), lambda: 0.0
-    run.meter = flops.Meter({}, None, False, 4, True, 1, 1, 1)
-    run.trainer.learner.timed = quiet["part"]  # type: ignore[attr-defined]
+    running._used = lambda run, shares: {}
+    flops.share, profiler.peak_memory_gb = lambda trainer, profile: flops.Share(), lambda: 0.0
+    learner.timed = untimed
+    for model in models:
+        model.computed = Uncounted()
     vars(profile).update(quiet)
     try:
         yield
     finally:
         for name in quiet:
             vars(profile).pop(name)
-        profile.trained.clear()
-        running._timed, flops.share, profiler.peak_memory_gb, run.meter, timed = kept
-        run.trainer.learner.timed = timed  # type: ignore[attr-defined]
+        for model, before in zip(models, counted, strict=True):
+            model.computed = before
+        running._timed, running._used, flops.share, profiler.peak_memory_gb, learner.timed = kept
         profile.end_step()
+
+
+class Uncounted:
+    def add(self, packed: Packed, *, trained: bool) -> None:
+        """Leave the row uncounted."""
 
 
 def measured(run: Run, pairs: int) -> tuple[list[float], list[float]]:
@@ -90,34 +101,33 @@ def measured(run: Run, pairs: int) -> tuple[list[float], list[float]]:
 
 
 def own_seconds(run: Run) -> tuple[float, int]:
-    """What the profiler's own calls of a step take, by their number -> seconds, looks at the clock."""
-    profile, looks = run.trainer.profile, [0]
+    """What the profiler's own calls of a step take -> seconds, looks at the clock."""
+    profile, looks, spent = run.trainer.profile, [0], [0.0]
     real: Callable[[], None] = profile._count
-    steps = running.steps(run)
-    spent = [0.0]
 
     def count() -> None:
         looks[0] += 1
         real()
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*arguments: Any) -> Any:
+        def wrapped(*arguments: Any, **options: Any) -> Any:
             began = time.perf_counter()
             try:
-                return call(*arguments)
+                return call(*arguments, **options)
             finally:
                 spent[0] += time.perf_counter() - began
 
         return wrapped
 
-    kept = flops.share, profiler.peak_memory_gb
+    steps = running.steps(run)
+    kept = running._timed, running._used, flops.share, profiler.peak_memory_gb, Computed.add
     vars(profile)["_count"] = count
-    flops.share, profiler.peak_memory_gb = timed(flops.share), timed(profiler.peak_memory_gb)
-    rates = timed(run.meter.rates)
+    running._timed, running._used, flops.share, profiler.peak_memory_gb = map(timed, kept[:4])
+    Computed.add = timed(kept[4])  # type: ignore[method-assign]
     next(steps)
-    flops.share, profiler.peak_memory_gb = kept
+    running._timed, running._used, flops.share, profiler.peak_memory_gb, add = kept
+    Computed.add = add  # type: ignore[method-assign]
     vars(profile).pop("_count")
-    rates([flops.share(profile)])
     blank = Profile(moved=profile.moved)
     began = time.perf_counter()
     for _ in range(1000):

@@ -163,6 +163,16 @@ class Profile:
         return done, done_cpu
 
     @property
+    def step(self) -> Spent:
+        """Of the step at hand, up to now."""
+        self._count()
+        return Spent.of(self._step)
+
+    def add(self, sums: Mapping[str, float]) -> None:
+        """Add to the counts."""
+        self.counts = _added(self.counts, sums)
+
+    @property
     def total(self) -> Spent:
         """Over all attempts, up to now; the phases sum to `elapsed_seconds`."""
         self._count()

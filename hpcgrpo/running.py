@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 
-from hpcgrpo import checkpoint_folder, profiler, rewards
+from hpcgrpo import checkpoint_folder, flops, profiler, rewards
 from hpcgrpo.algorithms.base import Algorithm
 from hpcgrpo.algorithms.igrpo import REFINE_TEMPLATE, template_of
 from hpcgrpo.arithmetic import Arithmetic
@@ -52,6 +52,10 @@ class Run:
     save_seconds: float = 0.0
     tokens_before: int = 0  # the step: sampled, prompts included
 
+    def __post_init__(self) -> None:
+        dtype = cast(FsdpLearner, self.trainer.learner).dtype
+        self.meter = flops.meter(self.config, self.device, ranks=self.counts.ranks, dtype=dtype)
+
     @property
     def devices(self) -> int:
         """Reserved for the run, those of the serving nodes included; on a CPU its ranks."""
@@ -90,6 +94,7 @@ def _until_stopped(run: Run) -> Iterator[StepRecord]:
     for record in trainer.steps():
         last = record.step == run.counts.max_steps
         metrics, answers = dict(record.metrics), {}
+        share = flops.share(trainer, trainer.profile)
         every = run.config.eval.every_steps if run.config.eval else None
         if run.held_out and (last or (every and record.step % every == 0)):
             with trainer.profile.phase("evaluate"):
@@ -99,13 +104,14 @@ def _until_stopped(run: Run) -> Iterator[StepRecord]:
             with trainer.profile.phase("save"):
                 save(run, wait=last)
         stop = run.attempt is not None and run.attempt.stop_request() is not None
-        said = trainer.gather((profiler.peak_memory_gb(), stop))
-        metrics |= _timed(run, metrics) | {"perf/peak_memory_gb": max(peak for peak, _ in said)}
+        said = trainer.gather((profiler.peak_memory_gb(), stop, share))
+        metrics |= _timed(run, metrics) | _used(run, [share for _, _, share in said])
+        metrics["perf/peak_memory_gb"] = max(peak for peak, _, _ in said)
         metrics["epoch"] = trainer.progress.position / len(trainer.prompts)
         run.step_seconds = [*run.step_seconds, metrics["step_time"]][-SLOWEST_OF:]
         yield StepRecord(record.step, metrics, record.credited, answers)
         _note(run)
-        if any(asked for _, asked in said) and not last:
+        if any(asked for _, asked, _ in said) and not last:
             raise Stopped(agreed=True)
 
 
@@ -125,6 +131,13 @@ def _timed(run: Run, metrics: Mapping[str, float]) -> dict[str, float]:
         "perf/tokens_per_second_per_device": tokens / working / run.devices,
         "perf/samples_per_second": _samples_per_second(run),
     }
+
+
+def _used(run: Run, shares: Sequence[flops.Share]) -> dict[str, float]:
+    """How far the devices were used in a step, which is added to what the run counts."""
+    sums = run.meter.sums(shares)
+    run.trainer.profile.add(sums)
+    return {f"perf/{name}": rate for name, rate in run.meter.rates(sums).items()}
 
 
 def _samples_per_second(run: Run) -> float:
@@ -163,6 +176,7 @@ def held_out(run: Run, *, forms: bool) -> tuple[dict[str, float], Answers]:
         )
         run.trainer.peer_answers = False
         found, answers = found | theirs[0], answers | theirs[1]
+    flops.share(run.trainer, run.trainer.profile)  # is not of the step
     return found, answers
 
 
@@ -320,6 +334,7 @@ def write_profile(run: Run, metrics: Mapping[str, float]) -> None:
         "completions_per_second": progress.num_completions / elapsed,
         "trained_completions_per_second": progress.trained_completions / elapsed,
         "tokens_per_second_per_device": progress.num_tokens / elapsed / devices,
+        **run.meter.rates(profile.counts),
         "device": run.device.type,
         "devices": devices,
         "gpu_hours" if run.device.type == "cuda" else "cpu_rank_hours": profiler.gpu_hours(devices, held),

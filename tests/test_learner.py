@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hpcgrpo import batching
 from hpcgrpo.algorithms import build
 from hpcgrpo.learning import checkpoint
 from hpcgrpo.learning.fsdp import FsdpLearner, export
+from hpcgrpo.learning.passes import Computed
 from hpcgrpo.types import Completion, Group, Rollout
 
 TEMPERATURE = 0.7
@@ -130,6 +132,31 @@ def test_loss_and_every_gradient_equal_the_plain_computation(
     assert expected.keys() == found.keys()
     for name, gradient in expected.items():
         assert (gradient - found[name]).abs().max() <= 2e-6, name
+
+
+def test_every_pass_over_the_rows_is_counted_once(model: Path) -> None:
+    """Old and reference log-probs are forward passes, an update is a forward and a backward one; each is timed."""
+    seen: list[str] = []
+
+    @contextmanager
+    def timed(part: str) -> Iterator[None]:
+        seen.append(part)
+        yield
+
+    micro_batches = planned(60)
+    pieces = [p for m in micro_batches for p in m]
+    tokens = sum(len(p.prefix) + sum(len(r.token_ids) - 1 for r in p.rows) for p in pieces)
+    targets = sum(len(r.token_ids) for p in pieces for r in p.rows)
+    one = learner(model, timed=timed)
+    rows = one.prepare(micro_batches, old=True, reference=True)
+    one.update(rows, build(SPEC).loss, learning_rate=0.0)
+    found = one.take_computed()
+    assert (found.trained.tokens, found.trained.targets) == (tokens, targets)
+    assert (found.forward.tokens, found.forward.targets) == (2 * tokens, 2 * targets)
+    assert found.forward.pairs == 2 * found.trained.pairs == 2 * sum(r.layout.plan.pairs for r in rows)
+    assert seen == ["old", "reference", "forward_backward", "optimizer"]
+    one.as_peer(rows)
+    assert one.take_computed() == Computed(forward=found.trained) and seen[-1] == "peer"
 
 
 def test_single_token_completions_and_empty_micro_batches_are_served(model: Path) -> None:

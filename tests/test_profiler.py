@@ -290,6 +290,10 @@ def test_a_real_runs_profile_agrees_with_its_metrics(run: Path) -> None:
     assert profile["part_seconds"]["update/optimizer"] == pytest.approx(update, rel=1e-6)
     assert profile["phase_seconds"]["start"] > 0
     assert profile["peak_memory_gb"] == lines(run)[-1]["perf/peak_memory_gb"] > 0.1
+    for found, prefix in ((lines(run)[-1], "perf/"), (profile, "")):
+        assert found[f"{prefix}learner_flops_per_second"] > 1e6
+        assert found[f"{prefix}decode_bytes_per_second"] > 1e5
+        assert f"{prefix}mfu" not in found and f"{prefix}mbu" not in found  # a CPU's rates are not known
     line = lines(run)[-1]
     tokens = line["num_tokens"] - lines(run)[-2]["num_tokens"]
     working = line["step_time"] - line["timing_s/evaluate"] - line["timing_s/save"]

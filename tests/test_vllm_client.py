@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hpcgrpo.generation.decoded import Decoded
 from hpcgrpo.generation.vllm import VllmGenerator
 from hpcgrpo.types import Completion, Request, Sampling, Stopped
 
@@ -176,6 +177,22 @@ def test_completions_are_streamed_as_they_come(engines: list[StandIn]) -> None:
 
 def full_disk(number: int, completion: Completion) -> None:
     raise OSError("No space left on device")
+
+
+def test_what_each_engine_decoded_is_counted_for_itself(engines: list[StandIn]) -> None:
+    generator, requests = client(engines), made_requests(20)
+    for _ in range(2):
+        generator.generate(requests, SAMPLING)
+    found = generator.take_decoded()
+    assert found.keys() == {e.url for e in engines}
+    # every answer is of LENGTH tokens; the two calls follow one another
+    assert {decoded.steps for decoded in found.values()} == {2 * (LENGTH - 1)}
+    read = sum(len(r.prompt_token_ids) + i for r in requests for i in range(1, LENGTH))
+    assert sum(decoded.pairs for decoded in found.values()) == 2 * read
+    assert generator.take_decoded() == {}
+    alone = client(engines[:1])
+    alone.generate(requests[:1], SAMPLING)
+    assert alone.take_decoded() == {engines[0].url: Decoded.side_by_side([(3, LENGTH)])}
 
 
 def test_load_is_shared_and_bounded(engines: list[StandIn]) -> None:

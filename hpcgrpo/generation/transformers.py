@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from hpcgrpo.generation.cache import ATTENTION, Slab
 from hpcgrpo.generation.decode import PLAIN_DECODERS, PlainDecoder
+from hpcgrpo.generation.decoded import Decoded
 from hpcgrpo.types import Completion, Request, Sampling
 
 COMPACT_AT = 1 / 8  # share of ended rows at which they are taken out; moving them costs less than one step
@@ -54,6 +55,7 @@ class TransformersGenerator:
         plain = model.config.model_type in PLAIN_DECODERS
         self._decoder = PlainDecoder(model) if plain else None
         self.weights_version = 0
+        self._decoded = Decoded()
         self._whole = True  # False once an update broke off half-way
         self._is_eos = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=model.device)
         self._is_eos[list(eos_token_ids)] = True
@@ -81,8 +83,18 @@ class TransformersGenerator:
         with _evaluating(self.model), torch.inference_mode():
             for batch in self._batches(requests, sampling.max_completion_length):
                 done = self._complete([requests[i] for i in batch], sampling)
+                lengths = (
+                    (len(requests[i].prompt_token_ids), len(c.token_ids))
+                    for i, c in zip(batch, done, strict=True)
+                )
+                self._decoded = self._decoded.then(Decoded.side_by_side(lengths))
                 for i, completion in zip(batch, done, strict=True):
                     arrived(i, completion)
+
+    def take_decoded(self) -> dict[str, Decoded]:
+        """What was decoded since this was last asked, under no name: every rank has a model of its own."""
+        done, self._decoded = self._decoded, Decoded()
+        return {"": done}
 
     @torch.no_grad()
     def update_weights(self, tensors: Callable[[], Iterable[tuple[str, Tensor]]], version: int) -> None:

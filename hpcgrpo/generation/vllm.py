@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from hpcgrpo.generation.decoded import Decoded
 from hpcgrpo.generation.http import Connection, NoAnswer
 from hpcgrpo.generation.wire import Fault, Refused, body, read
 from hpcgrpo.types import Completion, Request, Sampling, Stopped
@@ -61,6 +62,7 @@ class _Work:
     failures: dict[int, int] = field(default_factory=dict)  # bad answers by request
     avoid: dict[int, str] = field(default_factory=dict)  # the url that failed a request last
     dropped: dict[int, str] = field(default_factory=dict)  # why, by request
+    lengths: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # prompt, completion; by url
     systematic: bool = False  # a request was dropped for something that is not its own fault
 
 
@@ -101,6 +103,7 @@ class VllmGenerator:
         self.weights_version: int | None = None
         self.dropped = 0
         self.drop_reasons: deque[str] = deque(maxlen=KEPT_REASONS)
+        self._decoded: dict[str, Decoded] = {}
         self._secret = secret
         self._servers = [_Server(url.rstrip("/")) for url in urls]
 
@@ -151,8 +154,16 @@ class VllmGenerator:
                 raise RuntimeError(f"the vLLM engines take no request although they answer. {self._errors()}")
             self._recover(work)
         self._account(work)
+        for url, lengths in work.lengths.items():
+            done = self._decoded.get(url, Decoded())
+            self._decoded[url] = done.then(Decoded.side_by_side(lengths))
         for i in sorted(work.dropped):
             arrived(i, _aborted(requests[i]))
+
+    def take_decoded(self) -> dict[str, Decoded]:
+        """What each engine decoded for this rank since this was last asked, by its url."""
+        done, self._decoded = self._decoded, {}
+        return done
 
     def _account(self, work: _Work) -> None:
         self.dropped += len(work.dropped)
@@ -247,6 +258,8 @@ class VllmGenerator:
                 work.dropped[i], work.systematic = f"{server.url} failed: {fault}", True
         else:
             work.answered += 1
+            lengths = (len(work.requests[i].prompt_token_ids), len(completion.token_ids))
+            work.lengths.setdefault(server.url, []).append(lengths)
             work.arrived(i, completion)
             self.moved()
         finally:

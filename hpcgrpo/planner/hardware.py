@@ -15,6 +15,7 @@ from hpcgrpo.config_file import ConfigError
 from hpcgrpo.sections import RunConfig
 
 BENCHMARK_SECONDS = 0.05  # of CPU time, each of the two measurements
+LISTS = ("matches", "device_names", "sources")  # keys that may be left out
 DEFAULT_GPU = "a100-80gb"  # where a configuration names none: the papers' machine
 
 
@@ -34,6 +35,7 @@ class Hardware:
     network_bytes_per_second: float  # of one device's share to other machines, one direction
     storage_bytes_per_second: float  # one writer on the file system that holds the checkpoints
     matches: tuple[str, ...] = ()  # how Slurm's gres and constraints write it
+    device_names: tuple[str, ...] = ()  # how the driver writes it: torch.cuda.get_device_name
     sources: tuple[str, ...] = ()
 
 
@@ -70,6 +72,15 @@ def of(config: RunConfig) -> tuple[Hardware, str]:
             if any(match in said for match in hardware.matches):
                 return hardware, f"by cluster.{key}={getattr(cluster, key)}"
     return table()[DEFAULT_GPU], "assumed; name another with --hardware"
+
+
+def by_device_name(name: str) -> Hardware | None:
+    """The device that the driver calls `name`; None for one whose rates are not known here.
+
+    Nothing but the whole name counts: the PCIe form of a GPU has other rates.
+    """
+    known = table().values()
+    return next((h for h in known if name.lower() in (n.lower() for n in h.device_names)), None)
 
 
 def table() -> dict[str, Hardware]:
@@ -134,7 +145,7 @@ def _read(text: str, source: str) -> Hardware:
         raise ConfigError(f"{source}: holds no mapping of keys to values; see configs/hardware/example.yaml")
     values = {"title": values.get("name"), "device": "cuda", **values}
     names = {field.name for field in fields(Hardware)}
-    missing, unknown = names - set(values) - {"matches", "sources"}, set(values) - names
+    missing, unknown = names - set(values) - set(LISTS), set(values) - names
     if missing or unknown:
         what = [f"{key} is missing" for key in sorted(missing)]
         what += [f"{key} is no key{_near(key, names)}" for key in sorted(map(str, unknown))]
@@ -142,7 +153,7 @@ def _read(text: str, source: str) -> Hardware:
     for key in sorted(names):
         if key.endswith(("_bytes", "_second")):
             values[key] = _positive(values[key], f"{source}: {key}")
-    lists = {key: tuple(map(str, values.get(key) or ())) for key in ("matches", "sources")}
+    lists = {key: tuple(map(str, values.get(key) or ())) for key in LISTS}
     texts = {key: str(values[key]) for key in ("name", "title", "device")}
     return Hardware(**{**values, **texts, **lists})
 

@@ -38,7 +38,7 @@ def server(
     Without the weights' own split it is an even one over the tensor-parallel GPUs. Raises ValueError as
     `arithmetic` does.
     """
-    generation, item = config.generation, _item_bytes(config)
+    generation, item = config.generation, item_bytes(config)
     split = generation.vllm_tensor_parallel_size
     weights = item * shape.parameters // split
     wide = item * BATCHED_TOKENS * (4 * shape.hidden + 3 * max(shape.intermediate, shape.hidden) // split)
@@ -117,7 +117,8 @@ def _candidates(config: RunConfig, shape: Shape) -> dict[str, list[float | int]]
     }
 
 
-def _item_bytes(config: RunConfig) -> int:
+def item_bytes(config: RunConfig) -> int:
+    """Of a weight, a key or a value as vLLM holds it."""
     wanted = config.generation.vllm_dtype
     return 4 if wanted == "float32" or (wanted == "auto" and not on_gpu(config)) else 2
 

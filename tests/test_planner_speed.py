@@ -485,6 +485,19 @@ def test_the_device_follows_slurms_keys(cluster: dict[str, Any], name: str) -> N
     assert hardware.of(run_config(cluster=cluster))[0].name == name
 
 
+def test_a_gpu_is_named_by_a_whole_word_alone() -> None:
+    """What merely looks like a device is none: a check would refuse by the memory of another."""
+    for key, said, name in (
+        ("slurm_gres", "gpu:nvidia_h100:8,nvme:1", "h100"),
+        ("slurm_partition", "A100", "a100-80gb"),
+        ("slurm_constraint", "ib&(a100_80gb|h200)", "a100-80gb"),
+    ):
+        found = hardware.named(run_config(cluster={key: said}))
+        assert found is not None and (found[0].name, found[1]) == (name, f"cluster.{key} {said}")
+    for said in ("gpu:gh200:1", "gpu:h100_nvl:4", "gpu:8"):
+        assert hardware.named(run_config(cluster={"slurm_gres": said})) is None
+
+
 def test_without_gpus_this_machine_is_measured() -> None:
     config = configuration.load(ROOT / "configs" / "quickstart.yaml")
     found, why = hardware.of(config)

@@ -41,6 +41,9 @@ def _show_counts(console: Console, report: Mapping[str, Any]) -> None:
         table.add_row("model parameters", f"{report['model']['parameters']:,}")
     if report["peer"] and report["peer"]["parameters"]:
         table.add_row("peer parameters", f"{report['peer']['parameters']:,}")
+    if needed := report["memory"]["learner_needed_bytes"]:
+        of = f" of {gigabytes(report['memory']['gpu_memory_bytes'])}" if report["memory"]["gpu"] else ""
+        table.add_row("a learner GPU needs", gigabytes(needed) + of)
     if found := report["checkpoints"]:
         table.add_row("checkpoint", f"{gigabytes(found['bytes_each'])}, {found['at_once']} at once")
         table.add_row("free space", gigabytes(found["bytes_free"]))

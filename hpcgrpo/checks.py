@@ -16,6 +16,7 @@ from hpcgrpo.algorithms.igrpo import template_of
 from hpcgrpo.arithmetic import Arithmetic, arithmetic
 from hpcgrpo.check_report import gigabytes, show, show_options
 from hpcgrpo.config import ConfigError
+from hpcgrpo.planner import refusals
 from hpcgrpo.pretrained import Pretrained
 from hpcgrpo.rewards.answers import settle, tidy
 from hpcgrpo.sections import DataConfig, RunConfig
@@ -38,12 +39,13 @@ class Notes:
 
 
 def inputs(run: RunConfig) -> list[Row]:
-    """The model's folder, its limits, the training and held-out rows, the disk -> the training rows.
+    """The model's folder, its limits, the GPUs' memory, the training and held-out rows, the disk -> the training rows.
 
     Raises ValueError naming what is missing or wrong; imports neither torch nor transformers, needs no tokenizer.
     """
     offline = pretrained.hub_offline(run.cluster.slurm_setup)
     model, peer = models.find(run, offline=offline)
+    refusals.verdict(run, model, peer)
     rows = load_rows(**run.data.rows())
     if run.eval is not None:
         load_rows(**run.eval.data.rows())
@@ -56,8 +58,8 @@ def check(run: RunConfig) -> dict[str, Any]:
     """Everything `hpcgrpo check` shows, as plain values.
 
     The counts, the model, the first prompt of each stage as rendered, the rewards of a right and of a wrong answer,
-    the space that checkpoints take, warnings, and under `not_checked` what is not on this machine. Raises ValueError
-    for what would end the run.
+    the memory of a learner GPU, the space that checkpoints take, warnings, and under `not_checked` what is not on this
+    machine. Raises ValueError for what would end the run.
     """
     notes, offline = Notes(), pretrained.hub_offline(run.cluster.slurm_setup)
     model, peer = models.find(run, offline=offline)
@@ -98,6 +100,7 @@ def check(run: RunConfig) -> dict[str, Any]:
         "answer_of_first": str(first[0].columns.get("answer")) if first else None,
         "prompts": shown,
         "rewards": graded(run, first, renderer, notes),
+        "memory": _memory(run, model, peer, notes),
         "checkpoints": _disk_report(run, model, peer, counts, notes),
         "warnings": [*notes.warnings, *_processors(run)],
         "not_checked": notes.not_checked,
@@ -291,7 +294,20 @@ def _completion(text: str, renderer: Renderer | None) -> Completion:
     return Completion(ids, (), "stop", text, seed=0)
 
 
-# ---- disk
+# ---- memory and disk
+
+
+def _memory(
+    run: RunConfig, model: Pretrained, peer: Pretrained | None, notes: Notes
+) -> dict[str, int | str | None]:
+    found = refusals.verdict(run, model, peer)
+    notes.warnings += [found.warning] if found.warning else []
+    notes.not_checked += [found.not_checked] if found.not_checked else []
+    return {
+        "learner_needed_bytes": found.needed_bytes,
+        "gpu": found.gpu,
+        "gpu_memory_bytes": found.gpu_memory_bytes,
+    }
 
 
 def disk(

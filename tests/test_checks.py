@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -18,6 +19,7 @@ from runs import write_config
 
 from hpcgrpo import checks, config, models, pretrained, tokenizer
 from hpcgrpo.config import ConfigError
+from hpcgrpo.planner import refusals
 from hpcgrpo.sections import RunConfig
 from hpcgrpo.tasks import Row, build_renderer
 from hpcgrpo.tasks.prompts import Renderer
@@ -359,6 +361,7 @@ def test_without_the_cache_it_says_what_it_did_not_look_at(
     assert [line.split(":")[0] for line in report["not_checked"]] == [
         "data",
         "model_name_or_path",
+        "cluster.gpus_per_node",
         "train.save_steps",
     ]
     assert report["questions"] is None and report["counts"]["steps_per_epoch"] is None
@@ -441,10 +444,75 @@ def test_a_judge_is_not_called(tiny: Path, tmp_path: Path) -> None:
     judge = "{accuracy: 1.0, judge: {weight: 1.0, base_url: 'http://127.0.0.1:9', model: m}}"
     report = rewards_of(tiny, tmp_path, judge)
     assert report["rewards"][0]["parts"] == {"accuracy": 1.0}
-    assert report["not_checked"] == ["rewards: the judge, which a check does not call"]
+    assert report["not_checked"][0] == "rewards: the judge, which a check does not call"
 
 
 # ---- disk
+
+
+SEVEN = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
+PLAIN = ("cluster.gpus_per_node=8", "cluster.nproc_per_node=8", "generation.max_completion_length=2048")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        (("train.gradient_checkpointing=false", "cluster.slurm_gres=gpu:h100:8"), "activations"),
+        (("cluster.nproc_per_node=1", "cluster.slurm_constraint=ib&h100"), "adam"),
+    ],
+)
+def test_a_learner_that_cannot_fit_is_refused_with_ways_out(
+    overrides: tuple[str, ...], part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 rank: 16 bytes of each of 7,615,616,512 parameters are 121.8 GB. `submit` asks the same."""
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    settings = (*PLAIN, "train.max_tokens_per_device=65536", "train.train_batch_size=64", *overrides)
+    run = load(SEVEN, tmp_path, *settings)
+    for asked in (checks.check, checks.inputs):
+        with pytest.raises(
+            ConfigError, match=rf"GB too large; the largest part is the {part}, .* GB"
+        ) as error:
+            asked(run)
+        key = "slurm_gres gpu:h100:8" if "gres" in overrides[-1] else "slurm_constraint ib&h100"
+        assert str(error.value).startswith(f"cluster.{key}: the learner needs")
+        assert len(str(error.value).split("What fits: ")[1].split("; ")) >= 3
+
+
+def test_a_learner_that_fits_is_shown_and_one_at_the_edge_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    run = load(SEVEN, tmp_path, *PLAIN, "cluster.slurm_gres=gpu:nvidia_a100-sxm4-80gb:8")
+    report = checks.check(run)
+    needed = report["memory"].pop("learner_needed_bytes")
+    assert report["memory"] == {"gpu": "a100-80gb", "gpu_memory_bytes": 85 * 10**9}
+    assert 16 * 7_615_616_512 / 8 < needed < 85e9
+    monkeypatch.setattr(refusals, "DOUBT", 10.0)  # as if what is ten times too large might fit
+    edge = load(SEVEN, tmp_path, *PLAIN, "train.gradient_checkpointing=false", "cluster.slurm_gres=gpu:a100:8",
+                "train.max_tokens_per_device=65536", "train.train_batch_size=64")  # fmt: skip
+    assert any("it may not fit: the learner needs" in text for text in checks.check(edge)["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "said"),
+    [
+        (SEVEN, (), "a learner's needs [0-9.]+ GB, but which GPUs they are is not said"),
+        (SEVEN, ("cluster.slurm_constraint=h100_nvl",), "which GPUs they are is not said"),
+        ("nobody/knows", ("cluster.slurm_gres=gpu:a100:8",), "its config.json is not here"),
+        (
+            "nvidia/Nemotron-H-8B-Base-8K",
+            ("cluster.slurm_gres=gpu:a100:8",),
+            "nemotron_h .* cannot be planned",
+        ),
+    ],
+)
+def test_where_model_or_gpu_is_not_known_nothing_is_refused(
+    model: str, overrides: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    report = checks.check(load(model, tmp_path, *PLAIN, *overrides))
+    assert any(re.search(said, text) for text in report["not_checked"])
+    assert report["memory"]["gpu"] is None
 
 
 def test_the_space_of_checkpoints(tmp_path: Path) -> None:
@@ -492,7 +560,7 @@ def test_the_papers_configurations_pass_without_model_data_and_network(name: str
     assert report["counts"]["max_steps"] == {True: (29, 58), False: (367, 734)}[not large][not igrpo]
     assert report["counts"]["max_model_length"] == (1024 + 4096 + 64 if igrpo else 1024) + 4096
     assert report["servers"] == {"count": 8, "nodes": 1, "per_node": 8, "gpus": 1}
-    assert len(report["not_checked"]) == 3 and spent < 3
+    assert len(report["not_checked"]) == 4 and spent < 3
 
 
 def test_the_papers_values() -> None:

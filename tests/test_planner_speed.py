@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -485,6 +486,19 @@ def test_the_device_follows_slurms_keys(cluster: dict[str, Any], name: str) -> N
     assert hardware.of(run_config(cluster=cluster))[0].name == name
 
 
+def test_a_gpu_is_named_by_a_whole_word_alone() -> None:
+    """What merely looks like a device is none: a check would refuse by the memory of another."""
+    for key, said, name in (
+        ("slurm_gres", "gpu:nvidia_h100:8,nvme:1", "h100"),
+        ("slurm_partition", "A100", "a100-80gb"),
+        ("slurm_constraint", "ib&(a100_80gb|h200)", "a100-80gb"),
+    ):
+        found = hardware.named(run_config(cluster={key: said}))
+        assert found is not None and (found[0].name, found[1]) == (name, f"cluster.{key} {said}")
+    for said in ("gpu:gh200:1", "gpu:h100_nvl:4", "gpu:8"):
+        assert hardware.named(run_config(cluster={"slurm_gres": said})) is None
+
+
 def test_without_gpus_this_machine_is_measured() -> None:
     config = configuration.load(ROOT / "configs" / "quickstart.yaml")
     found, why = hardware.of(config)
@@ -701,6 +715,73 @@ def test_a_sweep_names_what_does_not_fit_and_the_cheapest(
     assert said["cheapest"] == min(able, key=lambda r: r["gpu_hours"])["settings"]
     assert rows["5", "8"]["run_hours"] < rows["2", "8"]["run_hours"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("axis", "said"),
+    [
+        ("cluster.node=2,3", "cluster.node: unknown key; did you mean nodes"),
+        ("algorithm.base.epsilonn=0.1,0.2", "base.epsilonn: grpo has no such option .did you mean epsilon"),
+        (
+            "train.learning_rate=-1,many",
+            "learning_rate: Input should be greater than 0.*learning_rate: .*a valid number",
+        ),
+    ],
+)
+def test_a_sweep_of_which_no_value_is_taken_is_an_error_and_draws_nothing(
+    axis: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(configuration.ConfigError, match=re.compile(said, re.DOTALL)):
+        command.plan(asked(IGRPO, sweep=["seed=0,1", axis]))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_value_that_is_not_valid_is_told_from_one_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    changes = {
+        "overrides": ["train.per_device_train_batch_size=null"],
+        "sweep": ["train.train_batch_size=1020,1024"],
+    }
+    assert command.plan(asked(IGRPO, **changes)) == 0
+    wrong, right = json.loads(capsys.readouterr().out)["rows"]
+    assert (wrong["valid"], wrong["fits"], right["valid"], right["fits"]) == (True, True, True, True)
+    changes["sweep"] = ["train.train_batch_size=1022,1024"]  # no multiple of four
+    assert command.plan(asked(IGRPO, **changes, json=False)) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "train.train_batch_size=1022: the configuration does not take it: " in said and "not valid" in said
+    assert "cheapest: train.train_batch_size=1024" in said
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.png")] == ["logs/igrpo-7b/plan-sweep.png"]
+
+
+def test_a_sweep_whose_rows_are_of_unlike_batches_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """16 completions x 8 passes of each of 8 and 32 ranks."""
+    asking = {"sweep": ["cluster.nodes=2,5"], "output": str(tmp_path / "s.png")}
+    assert command.plan(asked(IGRPO, **asking)) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [row["train_batch_size"] for row in said["rows"]] == [1024, 4096]
+    assert "1,024 to 4,096 completions" in said["notes"][0]
+    held = [text for text in said["notes"][0].split() if text.startswith("train.") and "=" in text]
+    assert command.plan(asked(IGRPO, **asking, overrides=held)) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [row["train_batch_size"] for row in said["rows"]] == [1024, 1024] and not said["notes"]
+    assert {row["steps"] for row in said["rows"]} == {29}
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_a_sweeps_table_is_never_cut(
+    width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    axes = ["cluster.nodes=2,3", "generation.max_completion_length=2048,16384"]
+    assert command.plan(asked(IGRPO, sweep=axes, output=str(tmp_path / "s.png"), json=False)) == 0
+    said = capsys.readouterr().out
+    assert "…" not in said and all(len(line) <= max(width, 80) for line in said.splitlines())
+    assert ("what if" in said) == (width >= 80)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hpcgrpo.algorithms.base import Loss
@@ -146,8 +146,10 @@ class FsdpLearner:
 
     @torch.no_grad()
     def _logprobs(self, model: PolicyModel | None, rows: Sequence[Packed]) -> list[Tensor]:
-        assert model is not None
-        return [model(row)[0] for row in rows]
+        assert isinstance(model, FSDPModule)
+        found = [model(row)[0] for row in rows]
+        model.reshard()  # the root's own weights wait for a backward pass otherwise
+        return found
 
     def logprobs_at(self, rows: Sequence[Packed], temperature: float) -> list[Tensor]:
         """Log-probs [N] of each row's completion tokens at a temperature other than that of training."""

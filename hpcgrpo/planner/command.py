@@ -108,18 +108,18 @@ def _sweep(
     known: Known | None,
 ) -> int:
     axes = sweep.parse(arguments.sweep)
-    found = list(
-        sweep.points(
-            arguments.config,
-            arguments.overrides,
-            axes,
-            hardware=machine[0] if machine else None,
-            numbers=numbers,
-            lengths=known,
-        )
+    points = sweep.points(
+        arguments.config,
+        arguments.overrides,
+        axes,
+        hardware=machine[0] if machine else None,
+        numbers=numbers,
+        lengths=known,
     )
+    found = sweep.checked(list(points))
     said = sweep.report(found, arguments.within)
-    picture = Path(arguments.output or "plan-sweep.png")
+    folder = next(p.found.config.folder for p in found if p.found is not None)
+    picture = Path(arguments.output or folder / sweep.FILE_NAME)
     sweep.draw(said, picture)
     _say(said, arguments.json, sweep.show)
     if not arguments.json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -16,6 +17,7 @@ from hpcgrpo.sections import RunConfig
 
 BENCHMARK_SECONDS = 0.05  # of CPU time, each of the two measurements
 LISTS = ("matches", "device_names", "sources")  # keys that may be left out
+GPU_KEYS = ("slurm_gres", "slurm_constraint", "slurm_partition")  # of `cluster`, that may name one
 DEFAULT_GPU = "a100-80gb"  # where a configuration names none: the papers' machine
 
 
@@ -66,7 +68,7 @@ def of(config: RunConfig) -> tuple[Hardware, str]:
     cluster = config.cluster
     if config.device == "cpu" or not (cluster.gpus_per_node or cluster.slurm_gres or config.device == "cuda"):
         return measured_cpu(), "no GPUs asked for; measured on this machine"
-    for key in ("slurm_gres", "slurm_constraint", "slurm_partition"):
+    for key in GPU_KEYS:
         said = str(getattr(cluster, key) or "").lower()
         for hardware in table().values():
             if any(match in said for match in hardware.matches):
@@ -81,6 +83,20 @@ def by_device_name(name: str) -> Hardware | None:
     """
     known = table().values()
     return next((h for h in known if name.lower() in (n.lower() for n in h.device_names)), None)
+
+
+def named(config: RunConfig) -> tuple[Hardware, str] | None:
+    """The GPU that a word of Slurm's keys names, and the key with its value; None where none does without a doubt.
+
+    Stricter than `of`: h100_nvl is not an h100.
+    """
+    for key in GPU_KEYS:
+        said = str(getattr(config.cluster, key) or "")
+        words = {re.sub(r"^nvidia[_-]", "", word) for word in re.split(r"[^a-z0-9_-]+", said.lower())}
+        for hardware in table().values():
+            if words & {hardware.name, *hardware.matches}:
+                return hardware, f"cluster.{key} {said}"
+    return None
 
 
 def table() -> dict[str, Hardware]:

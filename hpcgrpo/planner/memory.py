@@ -201,23 +201,19 @@ def policy(
 
 
 def _reference(shape: Shape, machine: Machine) -> dict[str, int]:
-    return {
-        "reference model": 4 * shape.parameters // machine.ranks + machine.item_bytes * shape.root_parameters
-    }
+    return {"reference model": 4 * shape.parameters // machine.ranks}
 
 
 def _extra(
     algorithm: Algorithm, machine: Machine, shape: Shape, other: Shape | None, is_peer: bool = False
 ) -> dict[str, int]:
-    """The models beside the one that is updated. One that only gives log-probs keeps its root gathered."""
-    item, ranks = machine.item_bytes, machine.ranks
+    """The models beside the one that is updated, as the ranks share them: a pass of log-probs leaves none gathered."""
     extra: dict[str, int] = {}
     if "reference" in algorithm.streams:
         extra |= _reference(shape, machine)
     if other is not None:
         trains = is_peer or algorithm.peer is not None
-        extra["second policy"] = (12 if trains else 4) * other.parameters // ranks
-        extra["second policy"] += item * other.root_parameters
+        extra["second policy"] = (12 if trains else 4) * other.parameters // machine.ranks
     return extra
 
 

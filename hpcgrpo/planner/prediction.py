@@ -236,8 +236,8 @@ def _time_table(said: Mapping[str, Any]) -> Any:
         "phase of a step", "seconds", "share", title=f"a step: {_range(time, 'step_seconds', ' s')}"
     )
     for name, spent in time["phase_seconds"].items():
-        table.add_row(name, f"{spent:,.3g}", f"{spent / time['step_seconds']:.0%}")
-    table.add_row("sampling beside learning", f"{time['overlapped_step_seconds']:,.3g}", "not offered yet")
+        table.add_row(name, shown(spent), f"{spent / time['step_seconds']:.0%}")
+    table.add_row("sampling beside learning", shown(time["overlapped_step_seconds"]), "not offered yet")
     return table
 
 
@@ -264,4 +264,9 @@ def _run_table(said: Mapping[str, Any]) -> Any:
 
 def _range(found: Mapping[str, Any], key: str, unit: str = "") -> str:
     low, high = found[f"{key}_interval"]
-    return f"{found[key]:,.3g}{unit} ({low:,.3g} to {high:,.3g})"
+    return f"{shown(found[key])}{unit} ({shown(low)} to {shown(high)})"
+
+
+def shown(value: float) -> str:
+    """A number to three digits; whole from 1,000 on."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

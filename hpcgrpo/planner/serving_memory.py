@@ -93,11 +93,18 @@ def _ways_out(config: RunConfig, shape: Shape, gpu_memory_bytes: int) -> list[st
             if server(trial, shape, gpu_memory_bytes).longest_sequences:
                 found.append(f"generation.{key}={value}")
                 break
+    gpus = config.cluster.gpus_per_node
+    for split in (n for n in (2, 4, 8) if n > max(gpus, config.generation.vllm_tensor_parallel_size)):
+        changed = config.generation.model_copy(update={"vllm_tensor_parallel_size": split})
+        trial = config.model_copy(update={"generation": changed})
+        if _divides(shape, split) and server(trial, shape, gpu_memory_bytes).longest_sequences:
+            found.append(f"nodes of {split} GPUs with generation.vllm_tensor_parallel_size={split}")
+            break
     for times in (2, 3, 4, 6, 8):
         if server(config, shape, gpu_memory_bytes * times).longest_sequences:
             found.append(f"GPUs of {gpu_memory_bytes * times / 1e9:.0f} GB")
             break
-    return [*found, "a smaller model"][:4]
+    return [*found[:4], "a smaller model"]
 
 
 def _candidates(config: RunConfig, shape: Shape) -> dict[str, list[float | int]]:
@@ -108,13 +115,17 @@ def _candidates(config: RunConfig, shape: Shape) -> dict[str, list[float | int]]
         generation.vllm_gpu_memory_utilization,
         generation.max_completion_length,
     )
-    splits = [n for n in range(split + 1, gpus + 1) if gpus % n == 0 and shape.heads % n == 0]
-    splits = [n for n in splits if shape.kv_heads % n == 0 or n % shape.kv_heads == 0]
+    splits = [n for n in range(split + 1, gpus + 1) if gpus % n == 0 and _divides(shape, n)]
     return {
-        "vllm_tensor_parallel_size": list(splits),
+        "vllm_tensor_parallel_size": [*splits],
         "vllm_gpu_memory_utilization": [x for x in (0.85, 0.9, 0.95) if x > share],
         "max_completion_length": [length * n // 8 for n in (6, 4, 2, 1) if length * n // 8],
     }
+
+
+def _divides(shape: Shape, split: int) -> bool:
+    """Whether so many GPUs can share the heads."""
+    return shape.heads % split == 0 and (shape.kv_heads % split == 0 or split % shape.kv_heads == 0)
 
 
 def item_bytes(config: RunConfig) -> int:

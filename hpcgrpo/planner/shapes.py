@@ -114,9 +114,13 @@ def find(name_or_path: str, *, offline: bool) -> Shape:
         if (shape := known(name_or_path)) is None:
             raise
         return shape
-    if not model.config and (shape := known(name_or_path)) is not None:
-        return shape
-    return of(model)
+    return at_hand(model)
+
+
+def at_hand(model: Pretrained) -> Shape:
+    """The shape of a model by what is here of it, else by the table. Raises ValueError as `of` does."""
+    shape = None if model.config else known(model.name)
+    return shape if shape is not None else of(model)
 
 
 def _from_config(name: str, config: Mapping[str, Any], counted: int) -> Shape:

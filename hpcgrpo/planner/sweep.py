@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,12 @@ from hpcgrpo.planner.efficiencies import Efficiencies
 from hpcgrpo.planner.hardware import Hardware
 from hpcgrpo.planner.lengths import Known
 
+FILE_NAME = "plan-sweep.png"  # in the run's folder
 MOST = 500  # combinations of one sweep
+BATCH_KEYS = tuple(
+    f"train.{key}"
+    for key in ("train_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Point:
     def trouble(self) -> str:
         """Why it cannot run; empty where it can."""
         if self.found is None:
-            return self.refused
+            return f"the configuration does not take it: {self.refused}"
         if self.found.over_bytes:
             part, size = max(self.found.learner.items(), key=lambda item: item[1])
             return f"the learner is {self.found.over_bytes / 1e9:.1f} GB too large, of which {part} {size / 1e9:.1f} GB"
@@ -91,6 +96,14 @@ def _predicted(
     return prediction.predict(config, machine, why=why, numbers=numbers, lengths=lengths)
 
 
+def checked(found: Sequence[Point]) -> Sequence[Point]:
+    """The points. Raises ConfigError where the configuration takes none of them: a wrong key, or wrong values alone."""
+    if all(point.found is None for point in found):
+        said = dict.fromkeys(point.refused for point in found)
+        raise ConfigError("\n".join(f"--sweep: {text}" for text in said))
+    return found
+
+
 def cheapest(found: Sequence[Point], within_hours: float | None) -> Point | None:
     """The fewest GPU-hours of those that fit and, at the upper end of the interval, end within the hours."""
     able = [p for p in found if not p.trouble and _in_time(p, within_hours)]
@@ -111,18 +124,37 @@ def report(found: Sequence[Point], within_hours: float | None) -> dict[str, Any]
         "rows": [_line(point) for point in found],
         "within_hours": within_hours,
         "cheapest": dict(best.settings) if best is not None else None,
+        "notes": list(_notes(found)),
     }
+
+
+def _notes(found: Sequence[Point]) -> Iterator[str]:
+    """Whether the rows are of one training: nodes change the batch where it is given for each device."""
+    named = [p.found for p in found if p.found is not None]
+    batches = {p.load.counts.train_batch_size for p in named}
+    if len(batches) > 1 and not any(key in BATCH_KEYS for point in found for key in point.settings):
+        held = named[0].load.counts.train_batch_size
+        yield (
+            f"the rows differ in their batch ({min(batches):,} to {max(batches):,} completions an optimizer step):"
+            " train.per_device_train_batch_size counts for each device, so these are different trainings, of different"
+            f" step counts; to hold it, add train.train_batch_size={held} train.per_device_train_batch_size=null"
+        )
 
 
 def _line(point: Point) -> dict[str, Any]:
     line: dict[str, Any] = {
         "settings": dict(point.settings),
+        "valid": point.found is not None,
         "fits": not point.trouble,
         "why_not": point.trouble,
     }
     if point.found is None:
         return line
-    line |= {"peak_memory_gb": point.found.learner.peak_gb, "over_gb": point.found.over_bytes / 1e9}
+    line |= {
+        "train_batch_size": point.found.load.counts.train_batch_size,
+        "peak_memory_gb": point.found.learner.peak_gb,
+        "over_gb": point.found.over_bytes / 1e9,
+    }
     time = point.found.time
     if time is not None:
         line |= {
@@ -139,39 +171,77 @@ def _line(point: Point) -> dict[str, Any]:
 
 
 def show(said: Mapping[str, Any]) -> None:
-    """Print the table, what does not fit, and the cheapest."""
+    """Print the table (where the terminal is too narrow, a line for each row), what does not fit, and the cheapest."""
     from rich.console import Console
-    from rich.table import Table
 
-    console = Console()
-    keys = list(said["rows"][0]["settings"])
-    columns = ("peak GB", "s per step", "samples/s", "steps", "hours", "GPU-hours", "")
-    table = Table(*(key.rpartition(".")[2] for key in keys), *columns, title="what if")
-    for line in said["rows"]:
-        chosen = line["settings"] == said["cheapest"]
-        style = "bold green" if chosen else None if line["fits"] else "red"
-        table.add_row(
-            *line["settings"].values(), *_cells(line), "cheapest" if chosen else _mark(line), style=style
-        )
-    console.print(table)
+    console, table = Console(), _table(said)
+    if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
+        console.print(table)
+    else:
+        for line in said["rows"]:
+            told = ", ".join(
+                f"{name} {text}" for name, text in zip(COLUMNS, _cells(line, said), strict=True) if text
+            )
+            console.print(
+                f"{_settings(line)}: {told}", markup=False, highlight=False, style=_style(line, said)
+            )
     for line in said["rows"]:
         if not line["fits"]:
-            which = ", ".join(f"{k}={v}" for k, v in line["settings"].items())
-            console.print(f"{which}: {line['why_not']}", markup=False, highlight=False, style="red")
+            console.print(f"{_settings(line)}: {line['why_not']}", markup=False, highlight=False, style="red")
+    for text in said["notes"]:
+        console.print("note: " + text, markup=False, highlight=False, style="yellow")
     console.print(_verdict(said), markup=False, highlight=False)
 
 
-def _cells(line: Mapping[str, Any]) -> Iterator[str]:
-    forms = {"peak_memory_gb": ".1f", "step_seconds": ".3g", "samples_per_second": ".3g"}
-    forms |= {"steps": ",", "run_hours": ".3g", "gpu_hours": ",.4g"}
-    for key, form in forms.items():
-        yield format(line[key], form) if key in line else "-"
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {  # what a column shows, and how
+    "batch": ("train_batch_size", prediction.shown),
+    "peak GB": ("peak_memory_gb", "{:.1f}".format),
+    "s/step": ("step_seconds", prediction.shown),
+    "samples/s": ("samples_per_second", prediction.shown),
+    "steps": ("steps", prediction.shown),
+    "hours": ("run_hours", prediction.shown),
+    "GPU-hours": ("gpu_hours", prediction.shown),
+    "": ("", str),
+}
+
+
+def _table(said: Mapping[str, Any]) -> Any:
+    from rich import box
+    from rich.table import Column, Table
+
+    keys = [key.rpartition(".")[2].replace("_", "\n") for key in said["rows"][0]["settings"]]
+    heads = [*keys, *(re.sub(r"(?<=-)| |(?=/)", "\n", name) for name in COLUMNS)]
+    columns = (Column(head, no_wrap=True) for head in heads)
+    table = Table(*columns, title="what if", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for line in said["rows"]:
+        table.add_row(*line["settings"].values(), *_cells(line, said), style=_style(line, said))
+    return table
+
+
+def _cells(line: Mapping[str, Any], said: Mapping[str, Any]) -> Iterator[str]:
+    for key, form in COLUMNS.values():
+        if not key:
+            yield "cheapest" if line["settings"] == said["cheapest"] else _mark(line)
+        else:
+            yield form(line[key]) if key in line else "-"
+
+
+def _settings(line: Mapping[str, Any]) -> str:
+    return ", ".join(f"{k}={v}" for k, v in line["settings"].items())
+
+
+def _style(line: Mapping[str, Any], said: Mapping[str, Any]) -> str | None:
+    if line["settings"] == said["cheapest"]:
+        return "bold green"
+    return None if line["fits"] else "red"
 
 
 def _mark(line: Mapping[str, Any]) -> str:
     if line["fits"]:
         return ""
-    return f"+{line['over_gb']:.1f} GB" if line.get("over_gb") else "cannot run"
+    if not line["valid"]:
+        return "not valid"
+    return f"+{line['over_gb']:.1f} GB" if line["over_gb"] else "cannot run"
 
 
 def _verdict(said: Mapping[str, Any]) -> str:
@@ -179,8 +249,7 @@ def _verdict(said: Mapping[str, Any]) -> str:
     within = f" that ends within {limit:g} h, at the upper end of its interval" if limit is not None else ""
     if said["cheapest"] is None:
         return f"none of them fits{' and' if within else ''}{within.removeprefix(' that')}"
-    which = ", ".join(f"{k}={v}" for k, v in said["cheapest"].items())
-    return f"cheapest{within}: {which}"
+    return f"cheapest{within}: {_settings({'settings': said['cheapest']})}"
 
 
 def draw(said: Mapping[str, Any], path: Path) -> None:
@@ -190,31 +259,28 @@ def draw(said: Mapping[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lines = said["rows"]
-    names = ["\n".join(f"{k.rpartition('.')[2]} {v}" for k, v in line["settings"].items()) for line in lines]
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(5.5 + max(5.0, 0.5 * len(lines)), 4.6), layout="constrained"
-    )
-    for name, line in zip(names, lines, strict=True):
+    lines = [line for line in said["rows"] if line["valid"]]
+    names = [f"{_settings(line)}  ({number})" for number, line in enumerate(lines, 1)]
+    height = max(4.6, 1.2 + 0.3 * len(lines))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, height), layout="constrained")
+    for number, line in enumerate(lines, 1):
         if "run_hours" in line:
             marker, color = ("o", "#0072b2") if line["fits"] else ("x", "#d55e00")
-            left.scatter(line["run_hours"], line["gpu_hours"], marker=marker, color=color, zorder=3)
-            label = name.replace("\n", ", ")
-            left.annotate(
-                label,
-                (line["run_hours"], line["gpu_hours"]),
-                xytext=(5, 4),
-                textcoords="offset points",
-                fontsize=7,
-            )
+            place = (line["run_hours"], line["gpu_hours"])
+            left.scatter(*place, marker=marker, color=color, zorder=3)
+            left.annotate(str(number), place, xytext=(5, 4), textcoords="offset points", fontsize=8)
     if said["within_hours"] is not None:
         left.axvline(said["within_hours"], color="#8a8a8a", linestyle="--", linewidth=1)
-    left.set(xlabel="hours", ylabel="GPU-hours", title="time and cost (crosses do not fit)")
+    left.set(
+        xlabel="hours", ylabel="GPU-hours", title="time and cost by the numbers beside; crosses do not fit"
+    )
     colors = ["#0072b2" if line["fits"] else "#d55e00" for line in lines]
-    right.bar(range(len(lines)), [line.get("peak_memory_gb", 0.0) for line in lines], color=colors)
-    right.set_xticks(range(len(lines)), names, fontsize=7)
-    right.set(ylabel="peak memory of a learner device, GB", title="memory")
+    right.barh(range(len(lines)), [line["peak_memory_gb"] for line in lines], color=colors)
+    right.set_yticks(range(len(lines)), names, fontsize=7)
+    right.invert_yaxis()
+    right.set(xlabel="peak memory of a learner device, GB", title="memory")
     try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         figure.savefig(path, dpi=140)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--output {path}: {error}; name a .png file that can be written") from None

@@ -218,12 +218,18 @@ def eval_watch(arguments: argparse.Namespace) -> int:
 
 def grade(arguments: argparse.Namespace) -> int:
     """The grader as the training uses it, on a file."""
-    from evaluation import grade
+    from evaluation import audit, grade
 
     if arguments.audit:
-        return grade.audit(
-            Path(arguments.path), as_json=arguments.json, processes=arguments.processes, limit=arguments.limit
+        return audit.audit(
+            Path(arguments.path),
+            as_json=arguments.json,
+            processes=arguments.processes,
+            limit=arguments.limit,
+            judge=arguments.judge or audit.SECOND,
         )
+    if arguments.judge:
+        raise ValueError(f"--judge {arguments.judge}: names the second grader of --audit; add that")
     return grade.run(
         Path(arguments.path),
         as_json=arguments.json,

@@ -22,14 +22,14 @@ class Progress:
     right: int = 0
     stream: IO[str] = field(default_factory=lambda: sys.stderr)
     told: float = float("-inf")
-    first: tuple[float, int] | None = (
-        None  # when this start's first completions were graded, and how many were then
-    )
+    first: tuple[float, int] | None = None  # when this start's first ones were graded; how many were then
     bar: Any = None
 
     def __enter__(self) -> Progress:
         if self.stream.isatty():
             self.bar = live_bar(self.name, self.total, self.done, self.stream)
+        else:
+            self._line("")  # it has begun, and what is there of earlier starts
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -44,8 +44,11 @@ class Progress:
         if self.bar is not None:
             self.bar.update(0, completed=self.done, said=said)
         elif self.done == self.total or time.monotonic() - self.told >= LINE_EVERY_SECONDS:
-            self.told = time.monotonic()
-            print(f"{self.name} {self.done}/{self.total} {said}{self._left()}", file=self.stream, flush=True)
+            self._line(f" {said}{self._left()}")
+
+    def _line(self, said: str) -> None:
+        self.told = time.monotonic()
+        print(f"{self.name} {self.done}/{self.total}{said}", file=self.stream, flush=True)
 
     def _left(self) -> str:
         """By the rate since the first new completions, so that nothing that came before them counts."""

@@ -118,6 +118,7 @@ def test_what_passes_before_the_first_completions_is_not_in_the_time_left(
         now[0] = 120.0
         shown.add(10, 5)
     assert out.getvalue().splitlines() == [
+        "gsm8k 30/130",
         "gsm8k 40/130 right 0.500",
         "gsm8k 50/130 right 0.500 about 3 min left",
     ]

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evaluation import benchmarks, compare, config, jobs, pass_at_n, presets, rolling, run
+from evaluation import benchmarks, compare, config, jobs, pass_at_n, presets, published, rolling, run
 from evaluation import source as sources
+from evaluation.claims import sole
 from evaluation.config import EvaluationConfig
 from evaluation.prepare import load_model, prepare, recipe
+from evaluation.published import Side
 from evaluation.source import Source
 from evaluation.task import Task
 from hpcgrpo.config_file import ConfigError
@@ -68,45 +71,68 @@ def here(text: str, options: Options) -> int:
     """Evaluate on this machine -> exit code; the same command goes on where it stopped."""
     source = sources.find(text, checkpoint=options.checkpoint)
     found = settings(options, source)
-    beside = _published(options, [b.name for b in benchmarks.resolve(found.benchmarks)])
+    beside = _published(options, found)
     folder = folder_of(source, options)
+    moved = {}
     if options.fresh:
-        set_aside(folder, found)
+        check(source, found)  # before anything is moved
+        moved = set_aside(folder, found)
     with run.Stop() as stop:
         try:
             results = run.evaluate(source, found, folder=folder, stopping=stop, say=run.say)
         except Stopped:
             run.say("stopped; what was graded is kept, and the same command goes on")
             return INTERRUPTED if stop.signal == signal.SIGINT else run.STOPPED
-    run.write_summary(folder, results, {})
-    said: dict[str, Any] = {"folder": str(folder), "results": results}
+    run.write_summary(folder, results, {}, beside)
+    said: dict[str, Any] = {"folder": str(folder), "moved": moved, "results": results}
+    if beside is not None:
+        said["published"] = compare.beside_published(results, beside)
     if options.pass_at_n is not None:
         said["pass_at_n"] = pass_at_n.study(results, folder, beside=pass_at_n.figure_s1())
     if options.as_json:
         print(json.dumps(said, indent=1))
     else:
         run.show(results, {}, beside)
-        run.say(f"results in {folder}")
+        run.say(f"results in {folder}" + (f"; earlier ones in {', '.join(moved.values())}" if moved else ""))
     return 0
 
 
-def _published(options: Options, names: Sequence[str]) -> tuple[str, Mapping[str, float]] | None:
-    """The published row that was asked for, and its scores. Raises ValueError for one that is not there."""
+def _published(options: Options, found: EvaluationConfig) -> Side | None:
+    """The published row that was asked for. Raises ValueError where there is none or it lacks all of these."""
     if options.published is None:
         return None
+    names = [b.name for b in benchmarks.resolve(found.benchmarks)]
     table, _, row = options.published.partition(":")
-    return row or table, compare.published_side(table, row, beside=names).scores
+    side = published.find(table, row, beside=names)
+    if not set(names) & set(side.scores):
+        raise ConfigError(
+            f"--published {side.name}: has no score of {', '.join(names)}, but of {', '.join(side.scores)};"
+            " --list-published lists all rows"
+        )
+    paper = table.partition("_")[0]
+    if paper in presets.PRESETS and found.preset != paper:
+        run.say(f"--published: the row was measured by its paper's protocol; here that is preset={paper}")
+    return side
 
 
-def set_aside(folder: Path, found: EvaluationConfig) -> None:
-    """Move what is known of these benchmarks out of the way."""
+def set_aside(folder: Path, found: EvaluationConfig) -> dict[str, str]:
+    """Move what is known of these benchmarks out of the way, and say so -> where from and where to.
+
+    Raises FolderInUse where another process evaluates there.
+    """
+    moved: dict[str, str] = {}
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for benchmark in benchmarks.resolve(found.benchmarks):
-        for path in (folder / benchmark.name, folder / f"{benchmark.name}.json"):
-            if path.exists():
-                kept = path.with_name(f"{path.name}.until-{stamp}")
-                path.rename(kept)
-                run.say(f"moved {path} to {kept}")
+        with ExitStack() as held:
+            for lock in sorted((folder / benchmark.name).glob(".*/.lock")):
+                held.enter_context(sole(lock.parent, say=run.say))
+            for path in (folder / benchmark.name, folder / f"{benchmark.name}.json"):
+                if path.exists():
+                    kept = path.with_name(f"{path.name}.until-{stamp}")
+                    path.rename(kept)
+                    moved[str(path)] = str(kept)
+                    run.say(f"moved {path} to {kept}")
+    return moved
 
 
 # ---- with Slurm
@@ -120,10 +146,21 @@ def queued(text: str, options: Options) -> int:
     if after is None and source.run is not None and options.checkpoint is None and _is_run(source):
         after = jobs.training_job(source.run.folder)
     check(source, found)
-    if options.fresh:
+    _here_alone(options)
+    if options.fresh and not options.dry_run:
         set_aside(folder_of(source, options), found)
     code = _queue(source, found, options, after=after)
     return jobs.follow(folder_of(source, options).absolute()) if options.wait and not code else code
+
+
+def _here_alone(options: Options) -> None:
+    """Say what of the options is done where the samples are complete. With Slurm that is later."""
+    if options.published is not None:
+        run.say("--published is not shown by the job; afterwards: hpcgrpo eval --compare FOLDER TABLE:ROW")
+    if options.pass_at_n is not None:
+        run.say(
+            "--pass-n is not drawn by the job; afterwards the same command without --executor slurm draws it"
+        )
 
 
 def _queue(source: Source, found: EvaluationConfig, options: Options, *, after: str | None) -> int:
@@ -236,6 +273,10 @@ def follow_training(text: str, options: Options, *, on_slurm: bool) -> int:
     source = sources.find(text)
     if source.run is None or not _is_run(source):
         raise ConfigError(f"--rolling: {text} is no run; name a run's folder or its YAML file")
+    if options.fresh:
+        raise ConfigError(
+            f"--fresh goes with one evaluation, not with --rolling; to begin anew, move {source.run.folder}/eval away"
+        )
     found = settings(options, source)
     check(source, found)
     if on_slurm:
@@ -329,23 +370,19 @@ def list_benchmarks(*, as_json: bool) -> int:
     if as_json:
         print(json.dumps(rows, indent=1))
         return 0
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        caption="Your own: NAME=FILE.jsonl with the columns problem and answer.", caption_justify="left"
-    )
-    for head in ("name", "title", "problems", "grading", "presets", "file in data_dir"):
-        table.add_column(head)
-    for row in rows:
-        files = row["files"][0] if row["files"] else "generated"
-        table.add_row(
+    heads = ("name", "problems", "grading", "presets", "file in data_dir")
+    lines = [heads] + [
+        (
             row["name"],
-            row["title"],
             str(row["problems"] or ""),
             row["grading"],
             " ".join(row["presets"]),
-            files,
+            row["files"][0] if row["files"] else "generated",
         )
-    Console().print(table)
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:  # names stay whole, however narrow the terminal is
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    print("Your own: NAME=FILE.jsonl with the columns problem and answer.")
     return 0

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
-from importlib import resources
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from evaluation import metrics
+from evaluation import metrics, published
+from evaluation.benchmarks import resolve
+from evaluation.published import Side
 from hpcgrpo.algorithms.schema import nearest
 
-# Columns of the papers' tables -> the benchmarks that they can be; of several the first one that was measured.
-COLUMNS: dict[str, tuple[str, ...]] = {
-    "AIME24": ("aime24",),
-    "AIME25": ("aime25",),
-    "AMC": ("amc23", "amc_2022_2023"),
-    "AMC23": ("amc23",),
-    "GSM8K": ("gsm8k",),
-    "MATH500": ("math500",),
-    "Minerva": ("minerva",),
-    "Olympiad": ("olympiadbench",),
-    "GPQA": ("gpqa_diamond",),
-    "MMLU-Pro": ("mmlu_pro",),
-}
-# What "Accuracy" is of, by how the table's name begins. CPPO's MATH numbers are multiples of 1/500.
-ACCURACY: dict[str, tuple[str, ...]] = {
-    "cppo_gsm8k": ("gsm8k",),
-    "cppo_table_4": ("gsm8k",),
-    "cppo_math": ("math500", "math"),
-    "cppo_table_5": ("math500", "math"),
-}
 # Settings that may differ without a word: what the comparison is about, and what scores don't depend on.
 EXPECTED_TO_DIFFER = (
     "seed",
@@ -47,16 +27,7 @@ EXPECTED_TO_DIFFER = (
     "grader_processes",
 )
 SHOWN_LENGTH = 40  # characters of a setting in a warning
-
-
-@dataclass(frozen=True)
-class Side:
-    """One of the two that are compared."""
-
-    name: str
-    scores: Mapping[str, float]  # benchmark -> avg@k in [0, 1]
-    results: Mapping[str, Mapping[str, Any]]  # benchmark -> its result file; none of a published row
-    notes: tuple[str, ...] = ()
+PLACES_SHOWN = 5  # folders in an error
 
 
 def run(a: str, b: str, *, common_only: bool, as_json: bool) -> int:
@@ -88,12 +59,50 @@ def load(place: str, *, beside: Collection[str] = ()) -> Side:
         return _measured(place, _results([path]))
     table, colon, row = place.partition(":")
     if colon:
-        return published_side(table, row, beside=beside)
-    near = path.parent.iterdir() if path.parent.is_dir() else ()
-    raise ValueError(
-        f"{place}: no such folder or result file, and no TABLE:ROW of the papers"
-        f"{nearest(place, [*map(str, near), *published_tables()])}; list these with --list-published"
-    )
+        return published.find(table, row, beside=beside)
+    raise ValueError(f"{place}: {_what_else(place)}. A published row is TABLE:ROW (--list-published)")
+
+
+def _what_else(place: str) -> str:
+    """What a place that is none may have been meant for."""
+    if rows := published.every_table().get(place, {}).get("rows"):
+        return f"a table of the papers; name a row of it too, e.g. '{place}:{next(iter(rows))}'"
+    with suppress(ValueError):
+        benchmark = resolve([place])[0].name
+        return (
+            f"a benchmark, and no such folder or result file; name two folders of results, of which all benchmarks that"
+            f" both have are compared, or two files, e.g. logs/RUN/eval/{benchmark}.json"
+        )
+    path = Path(place)
+    files = [str(p) for p in path.parent.glob("*.json") if _holds_results([p])] if path.suffix else []
+    near = nearest(place, [*_places_in(path.parent), *files, *published.every_table()])
+    return f"no such folder or result file{near or _elsewhere()}"
+
+
+def _elsewhere(folder: Path | None = None) -> str:
+    """Where results lie below a folder, or where `hpcgrpo eval` writes them; nothing where there are none."""
+    folders = [folder] if folder else [Path("logs"), Path("logs/eval")]
+    found = [place for one in folders for place in _places_in(one)]
+    if not found:
+        return ""
+    more = f" and {len(found) - PLACES_SHOWN} more" if len(found) > PLACES_SHOWN else ""
+    return f" (results lie in {', '.join(found[:PLACES_SHOWN])}{more})"
+
+
+def _places_in(folder: Path) -> list[str]:
+    """Folders in a folder that hold results, themselves or in their eval/."""
+    if not folder.is_dir():
+        return []
+    inside = sorted(path for path in folder.iterdir() if path.is_dir())
+    return [str(path) for path in inside if _holds_results([*path.glob("*.json"), *path.glob("eval/*.json")])]
+
+
+def _holds_results(paths: Iterable[Path]) -> bool:
+    for path in paths:
+        with suppress(ValueError):
+            if _result(path):
+                return True
+    return False
 
 
 def _results(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
@@ -114,7 +123,8 @@ def _result(path: Path) -> dict[str, Any] | None:
 def _measured(place: str, files: Mapping[str, dict[str, Any]]) -> Side:
     if not files:
         raise ValueError(
-            f"{place}: holds no results; expected <benchmark>.json as `hpcgrpo eval` writes them, in it or its eval/"
+            f"{place}: holds no results{_instead(Path(place))}; expected <benchmark>.json as `hpcgrpo eval` writes"
+            " them, in it or its eval/"
         )
     results: dict[str, Mapping[str, Any]] = {}
     for name, result in files.items():
@@ -126,6 +136,16 @@ def _measured(place: str, files: Mapping[str, dict[str, Any]]) -> Side:
     return Side(f"{place} ({', '.join(models)})", scores, results)
 
 
+def _instead(path: Path) -> str:
+    """What is there in place of results."""
+    beside = path.with_name(f"{path.name}.json")
+    if beside.is_file():
+        return f" (did you mean {beside}?)"
+    if any(path.glob("*/samples*.jsonl")) or any(path.glob("eval/*/samples*.jsonl")):
+        return ", for its evaluation is not finished: the same `hpcgrpo eval` goes on"
+    return _elsewhere(path) or _elsewhere()
+
+
 def _model(model: Any) -> str:
     if not isinstance(model, Mapping):
         return str(model)
@@ -133,90 +153,12 @@ def _model(model: Any) -> str:
     return f"{model.get('name')}" if step is None else f"{model.get('name')}, step {step}"
 
 
-# ------------------------------------------------------------------------------------------- the papers' rows
-
-
-def published_side(table: str, row: str, *, beside: Collection[str] = ()) -> Side:
-    """A row of the papers' tables (hpcgrpo/data/published.yaml) by benchmark. Raises ValueError with the nearest."""
-    tables = published_tables()
-    if table not in tables:
-        raise ValueError(f"{table}: no such table{nearest(table, tables)}; one of: {', '.join(tables)}")
-    found = tables[table]
-    rows = {_plain(name): name for name in found["rows"]}
-    if _plain(row) not in rows:
-        near = [rows[n] for n in difflib.get_close_matches(_plain(row), rows, 1, 0.5)]
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{table}: no row {row!r}{hint}; rows: {', '.join(found['rows'])}")
-    name = rows[_plain(row)]
-    scores, notes = {}, [found["source"], *found.get("remarks", ())]
-    for column, score in zip(found["columns"], found["rows"][name], strict=True):
-        benchmarks = _benchmarks(table, column)
-        if score is not None and benchmarks:
-            chosen = next((b for b in benchmarks if b in beside), benchmarks[0])
-            scores[chosen] = score / 100
-            if len(benchmarks) > 1:
-                notes.append(
-                    f"{column} is taken for {chosen}; the paper could mean {' or '.join(benchmarks)}."
-                )
-    if not scores or name.startswith("Printed"):
-        raise ValueError(
-            f"{table}:{name} holds no score of a benchmark; see --list-published for rows that do"
-        )
-    return Side(f"{table}:{name}", scores, {}, tuple(notes))
-
-
-def published(results: Sequence[Mapping[str, Any]], table: str, row: str) -> dict[str, Any]:
-    """A user's results beside a published row: `compare` with the results as A and the row as B."""
-    measured = _measured("results", {str(r["benchmark"]): dict(r) for r in results})
-    return compare(measured, published_side(table, row, beside=measured.scores))
-
-
-def published_rows() -> list[dict[str, Any]]:
-    """The papers' rows that can be compared with: name (TABLE:ROW), source, and scores in percent by benchmark."""
-    found = []
-    for table, contents in published_tables().items():
-        for row in contents["rows"]:
-            try:
-                side = published_side(table, row)
-            except ValueError:
-                continue
-            scores = {benchmark: round(100 * score, 2) for benchmark, score in side.scores.items()}
-            found.append({"name": side.name, "source": contents["source"], "scores": scores})
-    return found
-
-
-def list_published(*, as_json: bool) -> int:
-    """Print the papers' rows, one a line or as a JSON list -> 0."""
-    rows = published_rows()
-    if as_json:
-        print(json.dumps(rows, indent=1, ensure_ascii=False))
-        return 0
-    for row in rows:
-        print(f"{row['name']}   {'  '.join(f'{name} {score:g}' for name, score in row['scores'].items())}")
-    return 0
-
-
-@cache
-def published_tables() -> dict[str, Any]:
-    """The papers' tables as they stand in hpcgrpo/data/published.yaml: name -> source, columns, rows, remarks."""
-    import yaml
-
-    text = (resources.files("hpcgrpo") / "data" / "published.yaml").read_text(encoding="utf-8")
-    tables: dict[str, Any] = yaml.safe_load(text)
-    return tables
-
-
-def _benchmarks(table: str, column: str) -> tuple[str, ...]:
-    if column == "Accuracy":
-        return next((names for start, names in ACCURACY.items() if table.startswith(start)), ())
-    return COLUMNS.get(column, ())
-
-
-def _plain(row: str) -> str:
-    return " ".join(row.casefold().split())
-
-
 # --------------------------------------------------------------------------------------------- the comparison
+
+
+def beside_published(results: Sequence[Mapping[str, Any]], row: Side) -> dict[str, Any]:
+    """A user's results beside a published row: `compare` with the results as A and the row as B."""
+    return compare(_measured("results", {str(r["benchmark"]): dict(r) for r in results}), row)
 
 
 def compare(a: Side, b: Side, *, common_only: bool = False) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The grader as a user sees it: verdicts on a file's rows, and where two graders disagree over a run's rollouts."""
+"""The grader as a user sees it: verdicts on the rows of a file, and what is wrong with those that get none."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from hpcgrpo import config
-from hpcgrpo.rewards.answers import extract_answer, last_tag
-from hpcgrpo.rewards.grading import JUDGES, Grader, Outcome
+from hpcgrpo.rewards.answers import extract_answer, last_box, last_tag
+from hpcgrpo.rewards.grading import Grader, Outcome
+from hpcgrpo.tasks import jsonl
 
 CHUNK_ROWS = 512  # graded at once, so that a file of any length fits into memory
 PROGRESS_EVERY_SECONDS = 5.0
@@ -43,6 +43,21 @@ class Row:
     has_id: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """A line that cannot be graded, and why."""
+
+    line: int
+    why: str
+    readable: bool  # a row, but one without a reference
+    id: Any = None
+    has_id: bool = False
+
+
+class NoReference(ValueError):
+    """A row with nothing to grade against."""
+
+
 # --------------------------------------------------------------------------------------------- hpcgrpo grade
 
 
@@ -59,23 +74,32 @@ def run(
     """Grade the JSONL rows of a file (`-`: standard input) as they are read; 0.
 
     Prints a table, or with `as_json` one object a row in the order of the rows; then a summary (on standard error
-    with `as_json`). `strict`: a prediction without box and `<answer>` tag is unparsed. Raises ValueError that names
-    the line for rows that can't be read.
+    with `as_json`). `strict`: a prediction without box and `<answer>` tag is unparsed. What cannot be graded is told on
+    standard error with its line and has the outcome `error`; the others are graded. Raises ValueError at the end where
+    a line could not be read or no row had a reference, and at once where all lines lack the same.
     """
     if time_limit_seconds <= 0:
         raise ValueError(f"--time-limit {time_limit_seconds:g}: must be more than 0 seconds, e.g. 2")
     counts: Counter[Outcome] = Counter()
+    unusable: list[bool] = []  # of each such line, whether it was readable
     told = time.monotonic()
     with (
         _opened(path) as (lines, name),
-        Grader(num_processes=_processes(processes), time_limit_seconds=time_limit_seconds) as grader,
+        Grader(num_processes=num_processes(processes), time_limit_seconds=time_limit_seconds) as grader,
     ):
-        rows = _rows(lines, name, gold_column, prediction_column, strict)
-        while chunk := list(islice(rows, CHUNK_ROWS)):
+        found = _rows(lines, gold_column, prediction_column, strict)
+        while chunk := list(islice(found, CHUNK_ROWS)):
+            if not counts:
+                _refuse_all(chunk, name)
             if not counts and not as_json:
                 print(_HEADER)
-            for row, outcome in zip(chunk, outcomes(chunk, grader), strict=True):
+            graded = iter(outcomes([row for row in chunk if isinstance(row, Row)], grader))
+            for row in chunk:
+                outcome = next(graded) if isinstance(row, Row) else "error"
                 counts[outcome] += 1
+                if isinstance(row, Unusable):
+                    unusable.append(row.readable)
+                    print(f"hpcgrpo: error: {name}, line {row.line}: {row.why}", file=sys.stderr, flush=True)
                 print(_json_line(row, outcome) if as_json else _table_line(row, outcome))
             sys.stdout.flush()
             if time.monotonic() - told >= PROGRESS_EVERY_SECONDS:
@@ -86,7 +110,20 @@ def run(
             f"{name}: no rows; each line holds one, e.g. {_example(gold_column, prediction_column)}"
         )
     print(_summary(counts), file=sys.stderr if as_json else sys.stdout)
+    if len(unusable) == counts.total() or not all(unusable):
+        raise ValueError(
+            f"{name}: {len(unusable)} of {counts.total()} rows could not be graded; mend or remove them"
+        )
     return 0
+
+
+def _refuse_all(chunk: Sequence[Row | Unusable], name: str) -> None:
+    """Raises ValueError where all lines lack the same: then it is not the lines that are to be mended."""
+    bad = [one for one in chunk if isinstance(one, Unusable) and not one.readable]
+    if len(bad) == len(chunk) > 1 and len({one.why for one in bad}) == 1:
+        raise ValueError(
+            f"{name}, line {bad[0].line}: {bad[0].why}. So it is with all {len(bad)} rows read so far"
+        )
 
 
 def outcomes(rows: Iterable[Row], grader: Grader) -> list[Outcome]:
@@ -122,12 +159,19 @@ def _in_prose(text: str) -> str | None:
     return scope if stated and len(scope) <= SHORT_CHARACTERS else None
 
 
-def reference_of(gold: str) -> str:
-    r"""The reference of a row: the last number after `####` or the last `<answer>` block of a whole solution; a box
-    in it the grader finds itself."""
-    if "####" in gold:
-        return gold.rpartition("####")[2].strip()
-    return last_tag(gold) or gold
+def reference(value: Any, key: str) -> str:
+    r"""The reference of a row by the value of its `key`: the last number after `####` or the last `<answer>` block of a
+    whole solution; a box in it the grader finds itself. Raises NoReference, naming the key, where there is none."""
+    gold = _text(value, key)
+    if gold is None or gold.strip().casefold() == "nan":
+        said = "null" if value is None else "NaN"
+        raise NoReference(f"{key!r} is {said}; a row needs a reference, as text or a number")
+    found = gold.rpartition("####")[2].strip() if "####" in gold else last_tag(gold) or gold
+    box = last_box(found)
+    if not (found if box is None else box).strip():
+        said = "is empty" if not gold.strip() else f"holds no answer ({shown(gold, 40)!r})"
+        raise NoReference(f"{key!r} {said}; a row needs a reference, as text or a number")
+    return found
 
 
 # --------------------------------------------------------------------------------------------------- reading
@@ -148,61 +192,54 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], str]]:
 
 
 def _rows(
-    lines: IO[bytes], name: str, gold_column: str, prediction_column: str, strict: bool
-) -> Iterator[Row]:
-    for number, record in _records(lines, name):
-        where = f"{name}, line {number}"
-        for column in (gold_column, prediction_column):
-            if column not in record:
-                raise ValueError(
-                    f"{where}: no key {column!r}; there are: {', '.join(map(repr, record)) or 'none'}; name yours "
-                    "with --gold-column and --prediction-column"
-                )
-        gold = _text(record[gold_column], gold_column, where)
-        if gold is None:
+    lines: IO[bytes], gold_column: str, prediction_column: str, strict: bool
+) -> Iterator[Row | Unusable]:
+    for number, line in jsonl.lines(lines):
+        found: dict[str, Any] = {}
+        try:
+            found = record(line)
+            yield _row(number, found, gold_column, prediction_column, strict)
+        except ValueError as error:
+            known = isinstance(error, NoReference)
+            yield Unusable(number, str(error), known, found.get("id"), "id" in found)
+
+
+def _row(number: int, found: dict[str, Any], gold_column: str, prediction_column: str, strict: bool) -> Row:
+    for column in (gold_column, prediction_column):
+        if column not in found:
             raise ValueError(
-                f"{where}: {gold_column!r} is null; a row needs a reference, as text or a number"
+                f"no key {column!r}; there are: {', '.join(map(repr, found)) or 'none'}; name yours with --gold-column"
+                " and --prediction-column"
             )
-        prediction = _text(record[prediction_column], prediction_column, where)
-        answer = None if prediction is None else answer_of(prediction, strict=strict)
-        yield Row(number, reference_of(gold), answer, record.get("id"), "id" in record)
+    gold = reference(found[gold_column], gold_column)
+    prediction = _text(found[prediction_column], prediction_column)
+    answer = None if prediction is None else answer_of(prediction, strict=strict)
+    return Row(number, gold, answer, found.get("id"), "id" in found)
 
 
-def _records(lines: IO[bytes], name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, raw in enumerate(lines, start=1):
-        where = f"{name}, line {number}"
-        try:
-            text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{where}: byte {error.start + 1} is not UTF-8; convert the file, e.g. with iconv -t utf-8"
-            ) from None
-        if not text.strip():
-            continue
-        try:
-            record = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{where}: not JSON ({error}); each line holds one object (JSONL), {_shown(text.strip(), 40)!r} is none"
-            ) from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{where}: a {type(record).__name__}, not an object such as {_example()}")
-        yield number, record
+def record(line: bytes) -> dict[str, Any]:
+    """The object of a JSONL line. Raises ValueError that says what is wrong with it."""
+    found = jsonl.value(line)
+    if not isinstance(found, dict):
+        raise ValueError(f"holds {jsonl.kind(found)}, not an object such as {_example()}")
+    return found
 
 
-def _text(value: Any, column: str, where: str) -> str | None:
+def _text(value: Any, column: str) -> str | None:
+    """Text or a number as text; None of null and NaN, which stand for nothing."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return repr(value)
-    raise ValueError(f"{where}: {column!r} is a {type(value).__name__}; give the answer as text or a number")
+        return None if value != value else repr(value)
+    raise ValueError(f"{column!r} is {jsonl.kind(value)}; give the answer as text or a number")
 
 
 def _example(gold_column: str = "gold", prediction_column: str = "prediction") -> str:
     return json.dumps({gold_column: "1/2", prediction_column: r"so \boxed{0.5}"})
 
 
-def _processes(given: int | None) -> int:
+def num_processes(given: int | None) -> int:
+    """Grading processes: as many as were asked for, else by the cores of this machine."""
     if given is not None and given < 1:
         raise ValueError(f"--processes {given}: at least 1 process is needed to grade")
     return given or min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
@@ -213,17 +250,20 @@ def _processes(given: int | None) -> int:
 _HEADER = f"{'line':>7}  {'outcome':8}  {'reference':30}  answer"
 
 
-def _json_line(row: Row, outcome: Outcome) -> str:
+def _json_line(row: Row | Unusable, outcome: Outcome) -> str:
     known = {"id": row.id} if row.has_id else {}
-    return json.dumps({**known, "verdict": outcome == "right", "outcome": outcome})
+    why = {"error": row.why} if isinstance(row, Unusable) else {}
+    return json.dumps({"line": row.line, **known, "verdict": outcome == "right", "outcome": outcome, **why})
 
 
-def _table_line(row: Row, outcome: Outcome) -> str:
-    answer = "(none)" if row.answer is None else _shown(row.answer, 50)
-    return f"{row.line:7d}  {outcome:8}  {_shown(row.gold, 30):30}  {answer}".rstrip()
+def _table_line(row: Row | Unusable, outcome: Outcome) -> str:
+    if isinstance(row, Unusable):
+        return f"{row.line:7d}  {outcome:8}  (not graded)"
+    answer = "(none)" if row.answer is None else shown(row.answer, 50)
+    return f"{row.line:7d}  {outcome:8}  {shown(row.gold, 30):30}  {answer}".rstrip()
 
 
-def _shown(text: str, width: int) -> str:
+def shown(text: str, width: int) -> str:
     """One line of at most `width` printable characters."""
     line = "".join(c if c.isprintable() else " " for c in text[: 4 * width])
     line = " ".join(line.split())
@@ -236,159 +276,3 @@ def _summary(counts: Counter[Outcome]) -> str:
     total = counts.total()
     parts = [f"{counts[o]} {o}" for o in OUTCOMES if counts[o]]
     return f"{total} rows: {counts['right'] / total:.1%} right ({', '.join(parts)})"
-
-
-# ------------------------------------------------------------------------------------------------------ audit
-
-
-@dataclass
-class Seen:
-    """How often a (reference, answer) pair came up in a run, and in which step first and last."""
-
-    count: int = 0
-    steps: list[int] = field(default_factory=list)  # first, last
-
-    def add(self, step: int | None) -> None:
-        self.count += 1
-        if step is not None:
-            self.steps = [min([step, *self.steps]), max([step, *self.steps])]
-
-
-def audit(
-    folder: Path, *, as_json: bool, processes: int | None, limit: int, judge: str = "math-verify"
-) -> int:
-    """Where this project's grader and `judge` (a key of JUDGES) disagree over the distinct (reference, answer) pairs
-    of a run's rollouts, or of any JSONL rows with a reference and a text; 0.
-
-    Lists up to `limit` disagreements, the most frequent first, then pairs, agreement and Cohen's kappa (1960) of the
-    verdicts, pairs counted once; a time-out or error is no `right`. Raises ValueError where there is nothing to read.
-    """
-    if judge not in JUDGES:
-        raise ValueError(f"judge {judge!r}: known are {', '.join(JUDGES)}")
-    if limit < 0:
-        raise ValueError(f"--limit {limit}: must be at least 0, which lists none")
-    seen = _pairs_of(folder)
-    pairs = list(seen)
-    verdicts = []
-    for name in ("hpcgrpo", judge):
-        with Grader(num_processes=_processes(processes), judge=name) as grader:
-            verdicts.append(_graded(pairs, grader, name))
-    apart = [i for i, (a, b) in enumerate(zip(*verdicts, strict=True)) if (a == "right") != (b == "right")]
-    apart.sort(key=lambda i: (-seen[pairs[i]].count, pairs[i]))
-    rows = [_disagreement(pairs[i], seen[pairs[i]], verdicts[0][i], verdicts[1][i], judge) for i in apart]
-    summary = _agreement([[v == "right" for v in one] for one in verdicts], seen, len(apart), judge)
-    if as_json:
-        print(json.dumps({**summary, "disagreements": rows[:limit]}))
-    else:
-        _print_audit(rows[:limit], summary, judge)
-    return 0
-
-
-def _graded(pairs: list[tuple[str, str]], grader: Grader, name: str) -> list[Outcome]:
-    found: list[Outcome] = []
-    told = time.monotonic()
-    while len(found) < len(pairs):
-        found += grader.grade(pairs[len(found) : len(found) + CHUNK_ROWS])
-        if time.monotonic() - told >= PROGRESS_EVERY_SECONDS:
-            told = time.monotonic()
-            print(f"{name}: {len(found)} of {len(pairs)} pairs graded", file=sys.stderr, flush=True)
-    return found
-
-
-def _pairs_of(folder: Path) -> dict[tuple[str, str], Seen]:
-    """The pairs of a run's `rollouts/*.jsonl`, else of all JSONL files below a folder, or of one file."""
-    if not folder.exists():
-        raise ValueError(f"{folder}: there is no such run; give its folder, e.g. logs/igrpo-7b")
-    files = [folder] if folder.is_file() else sorted((folder / "rollouts").glob("*.jsonl"))
-    files = files or sorted(p for p in folder.rglob("*.jsonl") if p.name != "metrics.jsonl")
-    required = _box_required(folder)
-    seen: dict[tuple[str, str], Seen] = {}
-    rows = 0
-    for path in files:
-        step = re.search(r"-(\d+)\.jsonl$", path.name)
-        with path.open("rb") as lines:
-            for _, record in _records(lines, str(path)):
-                rows += 1
-                if (pair := _pair_of(record, required)) is not None:
-                    seen.setdefault(pair, Seen()).add(int(step.group(1)) if step else None)
-    if not seen:
-        what = f"{rows} rows in {len(files)} files, none with" if rows else "no rollouts (JSONL rows) with"
-        raise ValueError(
-            f"{folder}: {what} a reference (answer, gold) and an answered text (completion, prediction); a run keeps "
-            "its rollouts with log_completions: true"
-        )
-    return seen
-
-
-def _box_required(folder: Path) -> bool:
-    """The run's own rule for finding answers: that of its accuracy reward."""
-    path = folder / "config.yaml"
-    rule = config.load(path).rewards.get("accuracy") if path.is_file() else None
-    return bool(rule.get("require_box_or_tag", True)) if isinstance(rule, dict) else True
-
-
-def _pair_of(record: dict[str, Any], required: bool) -> tuple[str, str] | None:
-    """`required`: a completion without box and tag holds no answer, else its last number is one."""
-    for gold_key, text_key in (("answer", "completion"), ("gold", "prediction"), ("gold", "text")):
-        gold, text = record.get(gold_key), record.get(text_key)
-        if gold is not None and isinstance(text, str):
-            own = text_key == "completion"
-            answer = extract_answer(text, require_box_or_tag=required) if own else answer_of(text)
-            return None if answer is None else (reference_of(str(gold)), answer)
-    return None
-
-
-def _disagreement(
-    pair: tuple[str, str], seen: Seen, ours: Outcome, theirs: Outcome, judge: str
-) -> dict[str, Any]:
-    gold, answer = pair
-    return {
-        "gold": gold,
-        "answer": answer,
-        "hpcgrpo": ours,
-        judge: theirs,
-        "count": seen.count,
-        "steps": seen.steps,
-    }
-
-
-def _agreement(
-    right: list[list[bool]], seen: dict[tuple[str, str], Seen], apart: int, judge: str
-) -> dict[str, Any]:
-    pairs = len(right[0])
-    return {
-        "pairs": pairs,
-        "rollouts": sum(s.count for s in seen.values()),
-        "agreement": 1 - apart / pairs,
-        "kappa": kappa(*right),
-        "right": {"hpcgrpo": sum(right[0]), judge: sum(right[1])},
-        "disagreements_in_all": apart,
-    }
-
-
-def kappa(first: list[bool], second: list[bool]) -> float | None:
-    """Cohen's kappa of two lists of verdicts: agreement beyond chance; None where both always say the same one."""
-    count = len(first)
-    observed = sum(a == b for a, b in zip(first, second, strict=True)) / count
-    shares = sum(first) / count, sum(second) / count
-    expected = shares[0] * shares[1] + (1 - shares[0]) * (1 - shares[1])
-    return None if expected == 1 else (observed - expected) / (1 - expected)
-
-
-def _print_audit(rows: list[dict[str, Any]], summary: dict[str, Any], judge: str) -> None:
-    if rows:
-        print(f"{'times':>7}  {'steps':>13}  {'hpcgrpo':8}  {judge:11}  {'reference':30}  answer")
-    for row in rows:
-        steps = "-".join(map(str, dict.fromkeys(row["steps"])))
-        print(
-            f"{row['count']:7d}  {steps:>13}  {row['hpcgrpo']:8}  {row[judge]:11}  "
-            f"{_shown(row['gold'], 30):30}  {_shown(row['answer'], 50)}".rstrip()
-        )
-    hidden = summary["disagreements_in_all"] - len(rows)
-    if hidden:
-        print(f"... and {hidden} more; --limit {summary['disagreements_in_all']} shows all")
-    beyond = "no kappa (one verdict alone)" if summary["kappa"] is None else f"kappa {summary['kappa']:.3f}"
-    print(
-        f"{summary['pairs']} distinct pairs of {summary['rollouts']} rollouts: {summary['agreement']:.1%} agreement, "
-        f"{beyond}; right: {summary['right']['hpcgrpo']} by hpcgrpo, {summary['right'][judge]} by {judge}"
-    )

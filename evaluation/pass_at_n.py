@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evaluation import compare, metrics
+from evaluation import metrics, published
 from hpcgrpo.journal import write_atomically
 from hpcgrpo.study.plots import COLORS, STYLES
 
@@ -37,9 +37,9 @@ def study(
 
 def figure_s1() -> dict[str, dict[int, float]]:
     """The points of the paper's Figure S.1: benchmark -> N -> pass@N in [0, 1] of OpenMath-Nemotron-14B + iGRPO."""
-    table = compare.published_tables()["igrpo_figure_s1"]
+    table = published.every_table()["igrpo_figure_s1"]
     return {
-        compare.COLUMNS[name][0]: {
+        published.COLUMNS[name][0]: {
             int(n): score / 100 for n, score in zip(table["columns"], row, strict=True) if score is not None
         }
         for name, row in table["rows"].items()

@@ -162,7 +162,7 @@ def _settings(
                 "system_prompt": renderer.system_prompt,
                 "template": form.template,
                 "chat_template_sha256": _hash(template),
-                "example_sha256": _hash(next(iter(prepared.prompts.values())).text),
+                "example_sha256": _hash(_example(prepared.benchmark, form, renderer)),
             },
             "sampling": {
                 "temperature": sampled.temperature,
@@ -183,6 +183,13 @@ def _settings(
         "engine": _sampled_by(config),
         "grader": grader_version(),
     }
+
+
+def _example(benchmark: Benchmark, form: Recipe, renderer: Any) -> str:
+    """The prompt with a placeholder in the problem's place: the same whichever problems are asked."""
+    text = presets.prompt(benchmark, Problem("", "{problem}", ""), form.template)
+    (rendered,) = renderer.render_all([Row(0, ({"role": "user", "content": text},), {})], range(1))
+    return str(rendered.text)
 
 
 def _sampled_by(config: EvaluationConfig) -> str:

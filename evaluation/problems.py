@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.benchmarks import LETTERS, Benchmark, Hub, Kind, Problem
-from hpcgrpo.tasks import Row, load_rows
+from hpcgrpo.tasks import Row, hub, jsonl, load_rows
 from hpcgrpo.tasks.rows import gsm8k_gold, math_gold
 from hpcgrpo.types import stable_seed
 
@@ -35,13 +34,14 @@ def load(
     names the line of a row that cannot be used.
     """
     label, rows = _rows(benchmark, data_dir)
+    unit = "line" if Path(label).is_file() and Path(label).suffix != ".csv" else "row"
     problems = []
-    for row in rows:
+    for number, row in enumerate(rows):
         try:
-            problems.append(_problem(benchmark, row))
+            problems.append(_problem(benchmark, number, row))
         except ValueError as error:
-            raise ValueError(f"{label}, row {row.index + 1}: {error}") from None
-    _check_ids(label, problems)
+            raise ValueError(f"{label}, {unit} {row.index + 1}: {error}") from None
+    _check_ids(f"{label}: {unit}s", problems, rows)
     if benchmark.size and len(problems) != benchmark.size:
         logger.warning(
             "%s: %s has %d problems, published are %d", label, benchmark.name, len(problems), benchmark.size
@@ -86,37 +86,41 @@ def _find(benchmark: Benchmark, folder: Path) -> Path:
 
 def how_to_get(benchmark: Benchmark, folder: str | Path) -> str:
     """What to run, where there is internet, for the benchmark's file in `folder`."""
-    hub = benchmark.hub
-    assert hub is not None
-    where = repr(hub.name) + (f", {hub.config!r}" if hub.config else "")
+    source = benchmark.hub
+    assert source is not None
+    where = repr(source.name) + (f", {source.config!r}" if source.config else "")
     target = Path(folder) / next(name for name in benchmark.files if name.endswith(".jsonl"))
     note = f" ({benchmark.note})" if benchmark.note else ""
     return (
         f'Where there is internet{note}: python -c "import datasets;'
-        f' datasets.load_dataset({where}, split={hub.split!r}).to_json({str(target)!r})"'
+        f' datasets.load_dataset({where}, split={source.split!r}).to_json({str(target)!r})"'
     )
 
 
-def _from_hub(benchmark: Benchmark, hub: Hub) -> list[Row]:
+def _from_hub(benchmark: Benchmark, source: Hub) -> list[Row]:
     try:
         return load_rows(
-            name=hub.name,
-            config_name=hub.config,
-            split=hub.split,
-            prompt_column=hub.question,
-            answer_column=hub.answer,
+            name=source.name,
+            config_name=source.config,
+            split=source.split,
+            prompt_column=source.question,
+            answer_column=source.answer,
         )
     except ValueError as error:
+        why = error.why if isinstance(error, hub.NotLoaded) else str(error)
         raise ValueError(
-            f"benchmark {benchmark.name}: {error}. With data_dir set, the file {benchmark.files[0]} there is read."
-            f" {how_to_get(benchmark, 'DATA_DIR')}"
+            f"benchmark {benchmark.name}: no data_dir is set, and {why}. Set data_dir=FOLDER, in which"
+            f" {benchmark.files[0]} lies, or name the file: benchmarks={benchmark.name}=FILE.jsonl."
+            f" {how_to_get(benchmark, 'FOLDER')}"
         ) from None
 
 
 def _from_folder(benchmark: Benchmark, path: Path) -> list[Row]:
-    hub = benchmark.hub
-    assert hub is not None
-    return load_rows(path=str(path), split=hub.split, prompt_column=hub.question, answer_column=hub.answer)
+    source = benchmark.hub
+    assert source is not None
+    return load_rows(
+        path=str(path), split=source.split, prompt_column=source.question, answer_column=source.answer
+    )
 
 
 def _from_file(benchmark: Benchmark, path: Path) -> list[Row]:
@@ -130,9 +134,10 @@ def _from_file(benchmark: Benchmark, path: Path) -> list[Row]:
 def _first_record(path: Path) -> dict[str, Any] | None:
     """None where there is none: what is wrong with the file is load_rows' to say."""
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            record = json.loads(file.readline())
-    except (OSError, ValueError, RecursionError):
+        with path.open("rb") as file:
+            line = next((line for _, line in jsonl.lines(file)), b"")
+        record = jsonl.value(line)
+    except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) else None
 
@@ -172,25 +177,26 @@ def _from_csv(benchmark: Benchmark, path: Path) -> list[Row]:
     return rows
 
 
-def _check_ids(label: str, problems: Sequence[Problem]) -> None:
+def _check_ids(where: str, problems: Sequence[Problem], rows: Sequence[Row]) -> None:
     seen: dict[str, int] = {}
-    for row, problem in enumerate(problems, 1):
+    for row, problem in zip(rows, problems, strict=True):
         if problem.id in seen:
             raise ValueError(
-                f"{label}: rows {seen[problem.id]} and {row} have the same id {problem.id!r}; give each row its own,"
+                f"{where} {seen[problem.id]} and {row.index + 1} have the same id {problem.id!r}; give each its own,"
                 " or drop the column"
             )
-        seen[problem.id] = row
+        seen[problem.id] = row.index + 1
 
 
 # --- a row as a problem -----------------------------------------------------------------------------------
 
 
-def _problem(benchmark: Benchmark, row: Row) -> Problem:
+def _problem(benchmark: Benchmark, number: int, row: Row) -> Problem:
+    """`number` counts rows from 0, whatever blank lines stand between them."""
     if len(row.messages) > 1:
         raise ValueError("the question is a chat of several messages; a benchmark asks one")
     column = next((c for c in benchmark.ids if row.columns.get(c) not in (None, "")), None)
-    name = f"{benchmark.name}-{row.index}" if column is None else str(row.columns[column])
+    name = f"{benchmark.name}-{number}" if column is None else str(row.columns[column])
     bare = Problem(name, row.question.strip(), "", benchmark.kind)
     if benchmark.name == "gsm8k":
         return replace(bare, gold=gsm8k_gold(row.columns, "answer"))

@@ -21,15 +21,15 @@ class Progress:
     done: int = 0
     right: int = 0
     stream: IO[str] = field(default_factory=lambda: sys.stderr)
-    began: float = field(default_factory=time.monotonic)
     told: float = float("-inf")
-    before: int = 0  # done by earlier starts
+    first: tuple[float, int] | None = None  # when this start's first ones were graded; how many were then
     bar: Any = None
 
     def __enter__(self) -> Progress:
-        self.before = self.done
         if self.stream.isatty():
             self.bar = live_bar(self.name, self.total, self.done, self.stream)
+        else:
+            self._line("")  # it has begun, and what is there of earlier starts
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -39,16 +39,22 @@ class Progress:
     def add(self, graded: int, right: int) -> None:
         """Some more completions were graded."""
         self.done, self.right = self.done + graded, self.right + right
+        self.first = self.first or (time.monotonic(), self.done)
         said = f"right {self.right / self.done:.3f}" if self.done else ""
         if self.bar is not None:
             self.bar.update(0, completed=self.done, said=said)
         elif self.done == self.total or time.monotonic() - self.told >= LINE_EVERY_SECONDS:
-            self.told = time.monotonic()
-            print(f"{self.name} {self.done}/{self.total} {said}{self._left()}", file=self.stream, flush=True)
+            self._line(f" {said}{self._left()}")
+
+    def _line(self, said: str) -> None:
+        self.told = time.monotonic()
+        print(f"{self.name} {self.done}/{self.total}{said}", file=self.stream, flush=True)
 
     def _left(self) -> str:
-        new = self.done - self.before
+        """By the rate since the first new completions, so that nothing that came before them counts."""
+        began, before = self.first or (0.0, self.done)
+        new = self.done - before
         if not new or self.done == self.total:
             return ""
-        seconds = (time.monotonic() - self.began) / new * (self.total - self.done)
+        seconds = (time.monotonic() - began) / new * (self.total - self.done)
         return f" about {seconds / 60:.0f} min left" if seconds >= 90 else f" about {seconds:.0f} s left"

@@ -58,14 +58,23 @@ def keep_settings(folder: Path, prepared: Prepared) -> None:
     """Write the settings beside the records. Raises ConfigError where records of other settings lie there."""
     path = folder / prepared.benchmark.name / SETTINGS
     if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))["fixed"]
-        changed = sorted(_differences(before, prepared.settings["fixed"]))
+        before = json.loads(path.read_text(encoding="utf-8"))
+        changed = sorted(_differences(before["fixed"], prepared.settings["fixed"]))
+        changed += _other_problems(before, prepared.settings)
         if changed:
             raise ConfigError(
                 f"{path.parent}: holds results of other settings ({', '.join(changed)}); set them back, name another"
                 " folder (--output-dir), or move these aside (--fresh)"
             )
     write_atomically(path, json.dumps(prepared.settings, indent=1) + "\n")
+
+
+def _other_problems(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """As many as before, but others. Another number is a smaller or larger subset, and those lie in one another."""
+    key = "problems_sha256"
+    if before.get("num_problems") != now["num_problems"] or before.get(key) == now[key]:
+        return []
+    return [f"the problems, {key}: {before.get(key)} before, {now[key]} now"]
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

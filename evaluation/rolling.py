@@ -15,25 +15,24 @@ import shutil
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evaluation.claims import sole
 from evaluation.scripts import STOPPED
 from evaluation.task import Task
 from hpcgrpo.checkpoint_folder import MARKER, is_complete, step_of
 from hpcgrpo.config import ConfigError
-from hpcgrpo.journal import FolderInUse, claim, write_atomically
+from hpcgrpo.journal import write_atomically
 from hpcgrpo.launch import queue
 from hpcgrpo.launch import submit as launched
 from hpcgrpo.launch.follow import say
 
 RECORD = "rolling.json"
 MODEL = "model"
-TAKEOVER_SECONDS = 180.0  # for the lock of an earlier start on a node that is gone
 NO_LINKS = {
     errno.EXDEV,
     errno.EPERM,
@@ -76,7 +75,7 @@ def watch(
     assert every >= 1
     stop = threading.Event()
     watched = _Watched(run_folder, tasks_for, submit, every, poll_seconds, tell)
-    with sole(run_folder / "eval"), _signals(stop):
+    with sole(run_folder / "eval", say=tell), _signals(stop):
         told = ""
         while True:
             goes_on = _alive(alive)
@@ -354,23 +353,6 @@ def table(run_folder: Path) -> str:
 
 
 # ---- alone
-
-
-@contextmanager
-def sole(place: Path) -> Iterator[None]:
-    """One watches a run at a time; a start that Slurm made anew waits for the lock of a node that is gone."""
-    patience = TAKEOVER_SECONDS if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" else 0.0
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            lock = claim(place)
-            break
-        except FolderInUse:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(1)
-    with lock:
-        yield
 
 
 @contextmanager

@@ -17,9 +17,11 @@ from evaluation import jobs, metrics, rolling, samples, serving, tables
 from evaluation import source as sources
 from evaluation import task as tasks
 from evaluation.benchmarks import resolve
+from evaluation.claims import sole
 from evaluation.config import EvaluationConfig
 from evaluation.prepare import Prepared, Say, load_model, prepare, requests
 from evaluation.progress import Progress
+from evaluation.published import Side
 from evaluation.records import Recorder, file_of, keep_settings, missing, records
 from evaluation.scripts import STOPPED
 from evaluation.source import Source
@@ -44,16 +46,25 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """Evaluate every benchmark of the configuration -> the results of those that are whole now.
 
-    Raises Stopped where it was told to stop, ConfigError for what the user can mend, EngineError where no engine
-    comes up; what was graded until then is kept.
+    Raises Stopped where it was told to stop, ConfigError for what the user can mend, FolderInUse where another process
+    evaluates into the folder, EngineError where no engine comes up; what was graded until then is kept.
     """
-    model = load_model(source)
-    prepared = [prepare(model, config, name, say=say) for name in config.benchmarks]
-    with _claimed(folder, prepared, shard), _grader(config) as grader:
+    places = [folder / b.name / f".{_label(shard)}" for b in resolve(config.benchmarks)]
+    known = [
+        place for place in places if place.exists()
+    ]  # of earlier starts, one of which may still be at work
+    with ExitStack() as held:
+        _claim(held, known, folder, stopping, say)
+        model = load_model(source)
+        prepared = [prepare(model, config, name, say=say) for name in config.benchmarks]
+        _claim(held, [place for place in places if place not in known], folder, stopping, say)
+        grader = held.enter_context(_grader(config))
         for one in prepared:
             keep_settings(folder, one)
         todo = [(one, missing(folder, one, shard, again=True)) for one in prepared]
         todo = [(one, left) for one, left in todo if left]
+        if todo and stopping():
+            raise Stopped
         if todo:
             length = max(one.longest_prompt + one.protocol.max_completion_length for one, _ in todo)
             served = serving.Served(str(source.model), length, model.end_ids, model.decode)
@@ -128,19 +139,17 @@ def in_words(result: Mapping[str, Any]) -> str:
     )
 
 
-@contextmanager
-def _claimed(folder: Path, prepared: Sequence[Prepared], shard: tuple[int, int]) -> Iterator[None]:
+def _claim(
+    held: ExitStack, places: Sequence[Path], folder: Path, stopping: Callable[[], bool], say: Say
+) -> None:
     """The shard of these benchmarks is this process's alone. Raises FolderInUse."""
-    with ExitStack() as held:
-        for one in prepared:
-            place = folder / one.benchmark.name / f".{_label(shard)}"
-            try:
-                held.enter_context(rolling.sole(place))
-            except OSError as error:
-                raise ConfigError(
-                    f"{folder}: results cannot be written there ({error.strerror}); name another folder (--output-dir)"
-                ) from None
-        yield
+    try:
+        for place in places:
+            held.enter_context(sole(place, say=say, stopping=stopping))
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: results cannot be written there ({error.strerror}); name another folder (--output-dir)"
+        ) from None
 
 
 def _label(shard: tuple[int, int]) -> str:
@@ -240,18 +249,14 @@ def merge(folder: Path) -> int:
 
 
 def show(
-    results: Sequence[Mapping[str, Any]],
-    lacking: Mapping[str, str],
-    published: tuple[str, Mapping[str, float]] | None = None,
+    results: Sequence[Mapping[str, Any]], lacking: Mapping[str, str], published: Side | None = None
 ) -> None:
     """The table on stdout; what is missing below."""
     from rich.console import Console
 
     if results:
-        name, scores = published or ("", None)
-        Console(width=None if sys.stdout.isatty() else 160).print(
-            tables.result_table(results, published=scores, published_name=name or "published")
-        )
+        wide = Console(width=None if sys.stdout.isatty() else 160)
+        wide.print(tables.result_table(results, published=published))
     for benchmark, why in lacking.items():
         say(f"{benchmark}: not evaluated: {why}")
 
@@ -269,7 +274,12 @@ def _merged(folder: Path, first: Task) -> dict[str, Any]:
         return finish(folder, prepared, grader)
 
 
-def write_summary(folder: Path, results: Sequence[Mapping[str, Any]], lacking: Mapping[str, str]) -> None:
+def write_summary(
+    folder: Path,
+    results: Sequence[Mapping[str, Any]],
+    lacking: Mapping[str, str],
+    published: Side | None = None,
+) -> None:
     """summary.json and summary.md of a folder."""
     said = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -277,7 +287,7 @@ def write_summary(folder: Path, results: Sequence[Mapping[str, Any]], lacking: M
         "missing": dict(lacking),
     }
     write_atomically(folder / "summary.json", json.dumps(said, indent=1) + "\n")
-    text = tables.to_markdown(results) if results else ""
+    text = tables.to_markdown(results, published=published) if results else ""
     for name, why in lacking.items():
         text += f"\n{name}: not evaluated: {why}\n"
     write_atomically(folder / "summary.md", text)

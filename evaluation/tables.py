@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from evaluation import metrics
+from evaluation.published import Side
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,6 +28,7 @@ NARROW = {  # on the terminal, which is 80 columns wide
     "95 % interval": "95 %\ninterval",
     "truncated": "trun-\ncated",
     "unparsed": "un-\nparsed",
+    "published": "pub-\nlished",
 }
 LEGEND = (
     "In percent; k: the samples of each problem. ±: standard error clustered by problem; interval: bootstrap over "
@@ -42,21 +44,20 @@ NOT_GRADED = {  # outcome -> why such a sample counts as wrong
 def result_table(
     results: Sequence[Mapping[str, Any]],
     *,
-    published: Mapping[str, float] | None = None,
-    published_name: str = "published",
+    published: Side | None = None,
 ) -> Table:
     """A rich table of result files' contents, a row a benchmark, and their average from two on.
 
-    published: benchmark -> a paper's score in [0, 1] (`compare.published_side(...).scores`), shown in a column beside.
+    published: a row of the papers, shown in a column beside and named below.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    caption = "\n".join([LEGEND, *notes(results)])
+    caption = "\n".join([LEGEND, *_source(published), *notes(results)])
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False, caption=caption, caption_justify="left")
-    for head in _heads(published, published_name):
+    for head in _heads(published):
         table.add_column(
-            NARROW.get(head, head), justify="left" if head == "benchmark" else "right", no_wrap=head in HEADS
+            NARROW.get(head, head), justify="left" if head == "benchmark" else "right", no_wrap=True
         )
     *rows, last = _rows(results, published)
     for row in rows:
@@ -70,17 +71,17 @@ def result_table(
 def to_markdown(
     results: Sequence[Mapping[str, Any]],
     *,
-    published: Mapping[str, float] | None = None,
-    published_name: str = "published",
+    published: Side | None = None,
 ) -> str:
     """The same as Markdown, legend and remarks below."""
-    heads = _heads(published, published_name)
+    heads = _heads(published)
     marks = ["---", *["---:"] * (len(heads) - 1)]
     lines = [
         f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
         for row in (heads, marks, *_rows(results, published))
     ]
-    return "\n".join([*lines, "", LEGEND, *(f"\n{note}" for note in notes(results))]) + "\n"
+    below = [*_source(published), *notes(results)]
+    return "\n".join([*lines, "", LEGEND, *(f"\n{note}" for note in below)]) + "\n"
 
 
 def notes(results: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -96,20 +97,25 @@ def notes(results: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def _heads(published: Mapping[str, float] | None, name: str) -> list[str]:
-    return [*HEADS, *([] if published is None else [name])]
+def _source(published: Side | None) -> list[str]:
+    """What the column of published scores is."""
+    return [f"published: {published.name}; {published.notes[0]}."] if published else []
 
 
-def _rows(results: Sequence[Mapping[str, Any]], published: Mapping[str, float] | None) -> Iterator[list[str]]:
+def _heads(published: Side | None) -> list[str]:
+    return [*HEADS, *(["published"] if published else [])]
+
+
+def _rows(results: Sequence[Mapping[str, Any]], published: Side | None) -> Iterator[list[str]]:
     assert results
     for result in results:
         row = list(_cells(result))
-        yield row if published is None else [*row, _percent(published.get(result["benchmark"]))]
+        yield [*row, _percent(published.scores.get(result["benchmark"]))] if published else row
     if len(results) > 1:
-        scores = [(published or {}).get(result["benchmark"]) for result in results]
+        scores = [published.scores.get(result["benchmark"]) for result in results] if published else []
         known = [score for score in scores if score is not None]
         beside = [_percent(fmean(known) if len(known) == len(results) else None)]
-        yield [*_average(results), *([] if published is None else beside)]
+        yield [*_average(results), *(beside if published else [])]
 
 
 def _cells(result: Mapping[str, Any]) -> Iterator[str]:

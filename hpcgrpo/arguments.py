@@ -159,6 +159,9 @@ def _evaluation_commands(command: Any) -> None:
     sub = command("grade", "Grade answers of a file, or compare two graders on a run's rollouts.")
     sub.add_argument("path", metavar="FILE", help="JSONL with the keys gold and prediction, or - for stdin")
     sub.add_argument("--audit", action="store_true", help="FILE is a run: where two graders disagree")
+    sub.add_argument(
+        "--judge", metavar="NAME", help="of --audit: the second grader, math-verify (default) or text"
+    )
     sub.add_argument("--limit", type=int, default=50, help="of --audit: disagreements to list (default 50)")
     sub.add_argument("--strict", action="store_true", help="no box and no <answer> tag is no answer")
     sub.add_argument("--gold-column", default="gold", metavar="KEY")

@@ -15,6 +15,16 @@ from hpcgrpo.arguments import parser
 USER_ERROR = 2  # exit code for what the user can mend
 
 
+FROM_CHECKPOINT = "; the same command goes on from the last checkpoint"
+GOES_ON = {  # command -> what the same command does after an interruption
+    "train": FROM_CHECKPOINT,
+    "submit": "; a job that is queued goes on",
+    "study": FROM_CHECKPOINT,
+    "quickstart": FROM_CHECKPOINT,
+    "eval": "; what was graded is kept, and the same command goes on",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 on success, 2 for an error the user can mend, 1 for any other."""
     arguments, rest = parser().parse_known_args(argv)
@@ -31,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"hpcgrpo: error: {line}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
-        print("hpcgrpo: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        print(f"hpcgrpo: interrupted{GOES_ON.get(arguments.command, '')}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -162,12 +172,12 @@ def _submit_with_evaluation(arguments: argparse.Namespace, run: Any) -> int:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Benchmarks of a model, here or with Slurm; comparisons and lists."""
-    from evaluation import command, compare
+    from evaluation import command, compare, published
 
     if arguments.list:
         return command.list_benchmarks(as_json=arguments.json)
     if arguments.list_published:
-        return compare.list_published(as_json=arguments.json)
+        return published.list_rows(as_json=arguments.json)
     if arguments.compare:
         return compare.run(*arguments.compare, common_only=arguments.common_only, as_json=arguments.json)
     if arguments.source is None or "=" in arguments.source:
@@ -218,12 +228,18 @@ def eval_watch(arguments: argparse.Namespace) -> int:
 
 def grade(arguments: argparse.Namespace) -> int:
     """The grader as the training uses it, on a file."""
-    from evaluation import grade
+    from evaluation import audit, grade
 
     if arguments.audit:
-        return grade.audit(
-            Path(arguments.path), as_json=arguments.json, processes=arguments.processes, limit=arguments.limit
+        return audit.audit(
+            Path(arguments.path),
+            as_json=arguments.json,
+            processes=arguments.processes,
+            limit=arguments.limit,
+            judge=arguments.judge or audit.SECOND,
         )
+    if arguments.judge:
+        raise ValueError(f"--judge {arguments.judge}: names the second grader of --audit; add that")
     return grade.run(
         Path(arguments.path),
         as_json=arguments.json,

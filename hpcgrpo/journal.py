@@ -18,7 +18,11 @@ LINE_EVERY_SECONDS = 5.0  # off a terminal, so that a log stays readable
 
 
 class FolderInUse(ValueError):
-    """Another live run writes to the folder."""
+    """Another live run writes to the folder; `owner` is its process, as far as it is known."""
+
+    def __init__(self, said: str, owner: str = "another process") -> None:
+        super().__init__(said)
+        self.owner = owner
 
 
 def claim(folder: Path) -> IO[str]:
@@ -36,7 +40,8 @@ def claim(folder: Path) -> IO[str]:
         owner = lock.read().strip() or "another process"
         lock.close()
         raise FolderInUse(
-            f"{folder}: a live run ({owner}) is writing here; wait for it, stop it, or give this run a name of its own"
+            f"{folder}: a live run ({owner}) is writing here; wait for it, stop it, or give this run a name of its own",
+            owner,
         ) from None
     lock.truncate(0)
     lock.write(f"pid {os.getpid()} on {socket.gethostname()}")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import subprocess
+import sys
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -236,8 +239,23 @@ def test_a_file_of_the_users_under_a_known_name_has_its_rules(tmp_path: Path) ->
 
 def test_ids_that_repeat_are_refused(tmp_path: Path) -> None:
     rows = [{"id": i, "problem": "p", "answer": "1"} for i in ("a", "b", "a")]
-    with pytest.raises(ValueError, match=r"x\.jsonl: rows 1 and 3 have the same id 'a'"):
+    with pytest.raises(ValueError, match=r"x\.jsonl: lines 1 and 3 have the same id 'a'"):
         own(write(tmp_path / "x.jsonl", rows))
+
+
+def test_blank_lines_of_a_file_are_left_out(tmp_path: Path) -> None:
+    """They change neither a problem's id, which counts rows, nor the number of the line that an error names."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('\n{"problem": "p", "answer": "1"}\n \t\r\n{"problem": "q", "answer": "2"}\n\n')
+    assert own(path) == [Problem("own-0", "p", "1"), Problem("own-1", "q", "2")]
+    path.write_text('\n{"problem": "p", "answer": "1"}\n\n{"problem": "q", "answer": NaN}\n')
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 4: column 'answer' is NaN"):
+        own(path)
+    path.write_text(
+        '\n{"id": 7, "problem": "p", "answer": "1"}\n\n{"id": 7, "problem": "q", "answer": "2"}\n'
+    )
+    with pytest.raises(ValueError, match="lines 2 and 4 have the same id"):
+        own(path)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +294,7 @@ def test_rows_that_cannot_be_used(tmp_path: Path, rows: list[dict[str, Any]], sa
 )
 def test_choices_that_cannot_be_used(tmp_path: Path, row: dict[str, Any], said: str) -> None:
     path = write(tmp_path / "x.jsonl", [{"question": "q", **row}])
-    with pytest.raises(ValueError, match=f"row 1: .*{said}"):
+    with pytest.raises(ValueError, match=f"line 1: .*{said}"):
         own(path, "mmlu_pro")
 
 
@@ -305,12 +323,31 @@ def test_a_missing_file_says_what_was_looked_for_and_how_to_get_it(tmp_path: Pat
         own(tmp_path / "none.jsonl")
 
 
-def test_the_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_out_of_reach() -> None:
     pytest.importorskip("datasets")
-    with pytest.raises(
-        ValueError, match=r"benchmark aime25: data set 'math-ai/aime25'.*data_dir.*aime25\.jsonl"
-    ):
+    way_out = r"data_dir=FOLDER, in which aime25\.jsonl lies, or name the file: benchmarks=aime25=FILE\.jsonl"
+    with pytest.raises(ValueError, match=rf"no data_dir.*'math-ai/aime25'.*HF_HUB_OFFLINE.*{way_out}"):
         load(BENCHMARKS["aime25"])
+
+
+def test_no_network_is_told_at_once() -> None:
+    """Where nothing says that there is none: datasets would ask six times over half a minute."""
+    pytest.importorskip("datasets")
+    code = (
+        "from evaluation.problems import load\n"
+        "from evaluation.benchmarks import BENCHMARKS\n"
+        "load(BENCHMARKS['gsm8k'])"
+    )
+    nowhere = {"HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **nowhere},
+    )
+    assert "127.0.0.1:9 cannot be reached" in done.stderr and "data_dir=FOLDER" in done.stderr
+    assert "Retrying" not in done.stderr
 
 
 def test_what_datasets_writes_is_read(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ GOOD = '{"prompt": "1234", "answer": "0"}\n'
     ("text", "said"),
     [
         ("", "empty file"),
-        (GOOD + "\n" + GOOD, "line 2: empty line"),
+        (GOOD + "\n[1]\n", "line 3: holds a list"),
         (GOOD + '{"prompt": \n', "line 2: malformed JSON"),
         (GOOD + '{"prompt": "12"}\n', "line 2: no column 'answer'"),
         (GOOD + '{"prompt": "12", "answer": ""}\n', "line 2"),

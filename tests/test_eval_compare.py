@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from evaluation import compare, metrics, pass_at_n, tables
+from evaluation import compare, metrics, pass_at_n, published, tables
 from evaluation.samples import Sample
 
 Rights = Mapping[str, Sequence[int]]
@@ -226,18 +226,21 @@ def test_two_published_rows(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_published_lays_results_beside_a_row() -> None:
     results = [result("gsm8k", {"p": [1], "q": [0]}), result("amc_2022_2023", {"p": [1], "q": [1]})]
-    found = compare.published(results, "igrpo_table_1", "OpenMath-Nemotron-7B")
+    found = compare.beside_published(
+        results, published.find("igrpo_table_1", "OpenMath-Nemotron-7B", beside=["amc_2022_2023"])
+    )
     assert [(row["benchmark"], row["b"]) for row in found["rows"]] == [
         ("gsm8k", 0.9052),
         ("amc_2022_2023", 0.95),
     ]
     assert any("AMC is taken for amc_2022_2023" in note for note in found["notes"])
-    accuracy = compare.published([result("math", {"p": [1]})], "cppo_math_v2", "P 0.75")
+    row = published.find("cppo_math_v2", "P 0.75", beside=["math"])
+    accuracy = compare.beside_published([result("math", {"p": [1]})], row)
     assert accuracy["rows"][0]["b"] == pytest.approx(0.7655)
 
 
 def test_published_rows_are_all_that_hold_scores_of_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = {row["name"]: row["scores"] for row in compare.published_rows()}
+    rows = {row["name"]: row["scores"] for row in published.every_row()}
     assert rows[ROW] == {
         "aime25": 40.16, "aime24": 56.30, "math500": 93.80, "amc23": 95.00, "gsm8k": 92.42, "minerva": 41.54,
     }  # fmt: skip
@@ -257,9 +260,9 @@ def test_published_rows_are_all_that_hold_scores_of_benchmarks(capsys: pytest.Ca
         "codistill_cost",
     )
     assert not any(name.startswith(without) or "Printed" in name for name in rows)
-    assert compare.list_published(as_json=True) == 0
+    assert published.list_rows(as_json=True) == 0
     assert [row["name"] for row in json.loads(capsys.readouterr().out)] == list(rows)
-    compare.list_published(as_json=False)
+    published.list_rows(as_json=False)
     assert f"{ROW}   aime25 40.16  aime24 56.3 " in capsys.readouterr().out
 
 
@@ -273,7 +276,16 @@ def test_published_rows_are_all_that_hold_scores_of_benchmarks(capsys: pytest.Ca
         ),
         ("igrpo_figure_s1:AIME25", "holds no score of a benchmark; see --list-published"),
         ("{tmp}/befor", "no such folder or result file.*did you mean .*/before?"),
-        ("igrpo_table_1", "did you mean igrpo_table_1?.; list these with --list-published"),
+        (
+            "igrpo_table_1",
+            "a table of the papers; name a row of it too, e.g. 'igrpo_table_1:Nemotron-H-8B-Base-8K'",
+        ),
+        ("igrpo_table1", "did you mean igrpo_table_1?.*--list-published"),
+        ("{tmp}/after/eval/gsm8k", "holds no results .did you mean .*/eval/gsm8k.json?"),
+        ("{tmp}/after/eval/gsm9k.json", "no such folder or result file .did you mean .*/eval/gsm8k.json?"),
+        ("GSM-8K", "a benchmark, and no such .*two files, e.g. logs/RUN/eval/gsm8k.json"),
+        ("{tmp}", r"holds no results .results lie in .*/after, .*/before, .*/twice.; expected"),
+        ("{tmp}/going-on", "its evaluation is not finished: the same `hpcgrpo eval` goes on"),
         ("{tmp}/empty", "holds no results; expected <benchmark>.json"),
         ("{tmp}/broken", "gsm8k.json: cannot be read as JSON"),
         ("{tmp}/twice", "is a second result of gsm8k"),
@@ -283,11 +295,31 @@ def test_places_that_cannot_be_compared(
     both: tuple[Path, Path], tmp_path: Path, place: str, message: str
 ) -> None:
     (tmp_path / "empty").mkdir()
+    (both[0] / "eval" / "gsm8k").mkdir()
+    (tmp_path / "going-on" / "gsm8k").mkdir(parents=True)
+    (tmp_path / "going-on" / "gsm8k" / "samples.jsonl").write_text("")
     (folder(tmp_path / "broken") / "gsm8k.json").write_text('{"benchmark": "gs')
     twice = folder(tmp_path / "twice", result("gsm8k", {"p": [1]}))
     (twice / "copy.json").write_text((twice / "gsm8k.json").read_text())
     with pytest.raises(ValueError, match=message.replace("?", r"\?").replace("+", r"\+")):
         compare.run(str(both[0]), place.replace("{tmp}", str(tmp_path)), common_only=False, as_json=False)
+
+
+def test_a_place_that_is_none_is_told_where_results_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where `hpcgrpo eval` writes them, and folders without results are not named."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs" / "weird").mkdir(parents=True)
+    (tmp_path / "logs" / "weird" / "profile.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match=r"logs/weyrd: no such folder or result file\. A published row is TABLE:ROW"
+    ):
+        compare.load("logs/weyrd")
+    folder(tmp_path / "logs" / "run" / "eval", result("gsm8k", {"p": [1]}))
+    folder(tmp_path / "logs" / "eval" / "tiny", result("gsm8k", {"p": [1]}))
+    with pytest.raises(ValueError, match=r"nowhere: no such .* \(results lie in logs/run, logs/eval/tiny\)"):
+        compare.load("nowhere")
 
 
 def test_nothing_in_common(tmp_path: Path) -> None:
@@ -296,7 +328,7 @@ def test_nothing_in_common(tmp_path: Path) -> None:
         ValueError, match=r"no benchmark in common: .*has gsm8k; igrpo_figure_2:.*has gpqa_diamond.*"
     ):
         compare.load(str(a))
-        compare.compare(compare.load(str(a)), compare.Side("igrpo_figure_2:x", {"gpqa_diamond": 0.5}, {}))
+        compare.compare(compare.load(str(a)), published.Side("igrpo_figure_2:x", {"gpqa_diamond": 0.5}, {}))
 
 
 def test_neither_numbers_nor_comparison_import_torch() -> None:
@@ -317,9 +349,8 @@ def test_a_result_table() -> None:
         result("aime24", {"p": [1, 1, 1, 1], "q": [1, 1, 1, 1]}),
     ]
     results[0]["summary"]["counts"]["timeout"] = 2
-    table = tables.result_table(
-        results, published={"gsm8k": 0.9242, "aime24": 0.5630}, published_name="iGRPO 7B"
-    )
+    row = published.Side("table:iGRPO 7B", {"gsm8k": 0.9242, "aime24": 0.5630}, {}, ("A paper, Table 1",))
+    table = tables.result_table(results, published=row)
     out = io.StringIO()
     Console(file=out, width=80).print(table)
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
@@ -328,6 +359,8 @@ def test_a_result_table() -> None:
     assert aime24 == "aime24 2 x 4 100.00 34.24–100.00 100.00 100.00 0.00 0.00 56.30"
     assert average.startswith("average of 2 75.00±") and average.endswith(" 74.36")
     assert "gsm8k: 2 of 6 samples took the grader too long and count as wrong." in " ".join(lines)
+    assert "published: table:iGRPO 7B; A paper, Table 1." in " ".join(lines)
+    assert "| 92.42 |" in tables.to_markdown(results, published=row)
 
 
 def test_markdown_of_one_benchmark() -> None:

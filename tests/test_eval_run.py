@@ -405,7 +405,7 @@ def test_two_in_one_folder_are_one_too_many(model: Path, tmp_path: Path) -> None
     first = start(model, tmp_path, *arguments)
     killed_half_way(first, tmp_path, 8, signal.SIGCONT)
     second = hpcgrpo("eval", str(model), "--output-dir", str(tmp_path), *arguments)
-    assert second.returncode == 2 and f"a live run (pid {first.pid} on " in second.stderr
+    assert second.returncode == 2 and f"another evaluation (pid {first.pid} on " in second.stderr
     first.kill()
     first.communicate()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from runs import hpcgrpo
 
-from evaluation import grade
+from evaluation import audit, grade
 
 SHARED = Path(__file__).parents[2] / "shared" / "grader"
 ROWS: list[tuple[dict[str, Any], str]] = [
@@ -115,13 +115,68 @@ def test_strict_wants_a_box_or_a_tag(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         ([], "no rows; each line holds one, e.g. {"),
         (["{not json"], "line 1"),
-        ([{"gold": "7", "prediction": "7"}, {"gold": "7", "answer": "7"}], "line 2"),
-        ([[1, 2]], "line 1"),
+        ([{"gold": "7", "prediction": "7"}, {"gold": "7", "answer": "7"}], "line 2: no key 'prediction'"),
+        ([[1, 2]], "line 1: holds a list, not an object"),
+        (["null"], "line 1: holds null, not an object"),
+        ([{"gold": "", "prediction": "7"}], "line 1: 'gold' is empty"),
+        ([{"gold": " \n", "prediction": "7"}], "line 1: 'gold' is empty"),
+        (['{"gold": NaN, "prediction": "7"}'], "line 1: 'gold' is NaN"),
+        ([{"gold": "nan", "prediction": "7"}], "line 1: 'gold' is NaN"),
+        ([{"gold": None, "prediction": "7"}], "line 1: 'gold' is null"),
+        ([{"gold": "6 + 1 ####", "prediction": "7"}], "line 1: 'gold' holds no answer ('6 + 1 ####')"),
+        ([{"gold": r"\boxed{}", "prediction": "7"}], "line 1: 'gold' holds no answer"),
+        ([{"gold": True, "prediction": "7"}], "line 1: 'gold' is true or false"),
+        ([{"gold": "7", "prediction": [7]}], "line 1: 'prediction' is a list"),
+        ([{"a": "7", "b": "7"}] * 3, "line 1: no key 'gold'; there are: 'a', 'b'"),
     ],
 )
 def test_rows_that_cannot_be_read_are_named(tmp_path: Path, rows: list[Any], words: str) -> None:
     done = hpcgrpo("grade", str(write(tmp_path / "rows.jsonl", rows)), "--json")
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_rows_that_cannot_be_graded_cost_the_others_nothing(tmp_path: Path) -> None:
+    """Each is told with its line, blank ones counted; the rest are graded, and the exit code tells."""
+    rows = ["", {"gold": "7", "prediction": "7"}, "{", {"gold": "", "prediction": "7", "id": 5}, "  "]
+    rows += [{"gold": "1/2", "prediction": "0.5", "id": "x"}, {"gold": "7"}, '{"gold": 8, "prediction": NaN}']
+    path = write(tmp_path / "rows.jsonl", rows)
+    done = hpcgrpo("grade", str(path), "--json")
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    reasons = {one["line"]: one.pop("error") for one in found if "error" in one}
+    assert done.returncode == 2
+    assert found == [
+        {"line": 2, "verdict": True, "outcome": "right"},
+        {"line": 3, "verdict": False, "outcome": "error"},
+        {"line": 4, "id": 5, "verdict": False, "outcome": "error"},
+        {"line": 6, "id": "x", "verdict": True, "outcome": "right"},
+        {"line": 7, "verdict": False, "outcome": "error"},
+        {"line": 8, "verdict": False, "outcome": "unparsed"},
+    ]
+    *told, summary, last = done.stderr.splitlines()
+    assert told == [f"hpcgrpo: error: {path}, line {line}: {why}" for line, why in reasons.items()]
+    assert [why.split(";")[0].split(":")[0] for why in reasons.values()] == [
+        "malformed JSON",
+        "'gold' is empty",
+        "no key 'prediction'",
+    ]
+    assert summary == "6 rows: 33.3% right (2 right, 1 unparsed, 3 error)"
+    assert last == f"hpcgrpo: error: {path}: 3 of 6 rows could not be graded; mend or remove them"
+    table = hpcgrpo("grade", str(path))
+    assert table.returncode == 2 and table.stdout.splitlines()[2].split() == ["3", "error", "(not", "graded)"]
+
+
+def test_a_row_without_a_reference_is_an_outcome_among_others(tmp_path: Path) -> None:
+    rows = [{"gold": "7", "prediction": "7"}, {"gold": "", "prediction": "7"}]
+    done = hpcgrpo("grade", str(write(tmp_path / "rows.jsonl", rows)), "--json")
+    assert done.returncode == 0 and "line 2: 'gold' is empty; a row needs a reference" in done.stderr
+    assert [json.loads(line)["outcome"] for line in done.stdout.splitlines()] == ["right", "error"]
+
+
+def test_a_wrong_name_of_a_column_is_told_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"reference": "7", "prediction": "7"}] * 1000)
+    done = hpcgrpo("grade", str(path))
+    assert (done.returncode, done.stdout) == (2, "") and len(done.stderr.splitlines()) == 1
+    assert "name yours with --gold-column" in done.stderr and "all 512 rows read so far" in done.stderr
 
 
 def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
@@ -139,7 +194,7 @@ def test_an_audit_lists_where_two_graders_disagree(
     rows = [("7", r"\boxed{7}")] * 3 + [("40_6", r"\boxed{40_9}")] * 2 + [("7", r"\boxed{8}")]
     for step in (3, 7):
         write(folder / f"step-{step:06d}.jsonl", [{"answer": g, "completion": c} for g, c in rows])
-    assert grade.audit(tmp_path / "run", as_json=True, processes=2, limit=10) == 0
+    assert audit.audit(tmp_path / "run", as_json=True, processes=2, limit=10) == 0
     said = json.loads(capsys.readouterr().out)
     (apart,) = said["disagreements"]  # math-verify reads past the base
     assert (apart["gold"], apart["answer"], apart["hpcgrpo"], apart["math-verify"]) == (
@@ -153,6 +208,35 @@ def test_an_audit_lists_where_two_graders_disagree(
     assert said["kappa"] == pytest.approx(
         (2 / 3 - 4 / 9) / (1 - 4 / 9)
     )  # by hand: p_o 2/3, p_e 1/3*2/3 + 2/3*1/3
+
+
+def test_the_second_grader_of_an_audit_can_be_named(tmp_path: Path) -> None:
+    """By its text 1+x is not x+1; the pair was sampled twice but is one pair."""
+    rows = [("x+1", r"\boxed{1+x}")] * 2 + [("7", r"\boxed{7}")]
+    path = write(tmp_path / "rows.jsonl", [{"answer": g, "completion": c} for g, c in rows])
+    done = hpcgrpo("grade", str(path), "--audit", "--judge", "text")
+    header, apart, summary = done.stdout.splitlines()
+    assert done.returncode == 0 and header.split() == [
+        "times",
+        "steps",
+        "hpcgrpo",
+        "text",
+        "reference",
+        "answer",
+    ]
+    assert apart.split() == ["2", "right", "wrong", "x+1", "1+x"]
+    assert summary == (
+        "2 distinct pairs of 3 rollouts: 50.0% agreement, kappa 0.000; of the distinct pairs 2 are right by hpcgrpo, "
+        "1 by text"
+    )
+    for judge in ("hpcgrpo", "gpt"):
+        done = hpcgrpo("grade", str(path), "--audit", "--judge", judge)
+        assert (
+            done.returncode == 2
+            and f"--judge {judge}: the second grader is one of math-verify, text" in done.stderr
+        )
+    done = hpcgrpo("grade", str(path), "--judge", "text")
+    assert done.returncode == 2 and "--judge text: names the second grader of --audit" in done.stderr
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the collection of grader cases is not beside this checkout")

@@ -98,9 +98,21 @@ def test_lines_end_at_newlines_alone(tmp_path: Path) -> None:
     assert [r.question for r in load_rows(path=str(path))] == ["a\u2028b", "c"]
 
 
+def test_blank_lines_are_left_out_but_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf\n" + f"{GOOD}\n  \r\n{GOOD}\n\n".encode())
+    assert [r.index for r in load_rows(path=str(path))] == [1, 3]
+    path.write_text(f"\n{GOOD}\n\n[1]\n")
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 4: holds a list"):
+        load_rows(path=str(path))
+    path.write_text("\n \n")
+    with pytest.raises(ValueError, match="holds no rows"):
+        load_rows(path=str(path))
+
+
 GOOD = '{"prompt": "What is 2 + 3?", "answer": "5"}'
 BAD_LINES = [
-    ("", "empty line"),
+    ("{", "malformed JSON.*a JSON array"),
     ("{'prompt': 1}", "malformed JSON"),
     ("[" * 100_000, "nested too deeply"),
     ("[1, 2]", "holds a list"),
@@ -116,6 +128,7 @@ BAD_LINES = [
     ('{"prompt": "x"}', r"no column 'answer' \(columns: prompt\)"),
     ('{"prompt": "x", "answer": ""}', "column 'answer' is empty"),
     ('{"prompt": "x", "answer": null}', "column 'answer' is empty"),
+    ('{"prompt": "x", "answer": NaN}', "column 'answer' is NaN"),
     ('{"prompt": "x", "answer": ["1"]}', "column 'answer' holds a list"),
     ('{"prompt": "x", "answer": true}', "column 'answer' holds true or false"),
 ]
@@ -156,7 +169,7 @@ def test_bad_sources_are_explained(tmp_path: Path) -> None:
     latin.write_bytes('{"prompt": "é", "answer": "1"}'.encode("latin-1"))
     cases: list[tuple[dict[str, Any], str]] = [
         ({"path": str(empty)}, "empty.jsonl: empty file"),
-        ({"path": str(latin)}, "latin.jsonl, line 1: not UTF-8"),
+        ({"path": str(latin)}, "latin.jsonl, line 1: byte 13 is not UTF-8"),
         ({"path": str(tmp_path / "absent.jsonl")}, "absent.jsonl: no such file"),
         ({}, "no data: give path"),
         ({"path": "a", "name": "b"}, "one source"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 import random
 import re
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcgrpo.rewards.answers import last_box
+from hpcgrpo.tasks import hub, jsonl
 from hpcgrpo.tasks.generated import GENERATED, generate
 from hpcgrpo.tasks.row import Columns, Row
 from hpcgrpo.types import Message, stable_seed
@@ -50,7 +50,7 @@ def load_rows(
     `preset` is a name of `PRESETS` (alone: from the hub; with `path`: a local copy) or of `GENERATED`, whose
     functions take `options`. `max_samples` keeps a random subset, by `seed`, in the file's order.
     `skip_unanswered` leaves rows without a usable answer out, with a warning, instead of refusing them.
-    Raises ValueError that names file and line for anything a row lacks.
+    Blank lines of a JSONL file are left out. Raises ValueError that names file and line for anything a row lacks.
     """
     if max_samples is not None and max_samples < 1:
         raise ValueError(f"max_samples is {max_samples}; it must be at least 1, or null for all rows")
@@ -139,7 +139,7 @@ def _checked(
 
 def _row(index: int, record: Any, prompt_columns: tuple[str, ...], answer_column: str, preset: Preset) -> Row:
     if not isinstance(record, dict):
-        raise ValueError(f"holds {_kind(record)}; every line must be an object, such as " + EXAMPLE_LINE)
+        raise ValueError(f"holds {jsonl.kind(record)}; every line must be an object, such as " + EXAMPLE_LINE)
     column = next((c for c in prompt_columns if c in record), None)
     if column is None:
         raise ValueError(
@@ -156,19 +156,6 @@ def _row(index: int, record: Any, prompt_columns: tuple[str, ...], answer_column
 
 
 EXAMPLE_LINE = '{"prompt": "What is 2 + 3?", "answer": "5"}'
-JSON_KINDS = {
-    list: "a list",
-    dict: "an object",
-    str: "a string",
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    type(None): "null",
-}
-
-
-def _kind(value: Any) -> str:
-    return JSON_KINDS.get(type(value), type(value).__name__)
 
 
 def _messages(value: Any, column: str) -> tuple[Message, ...]:
@@ -178,7 +165,9 @@ def _messages(value: Any, column: str) -> tuple[Message, ...]:
             raise ValueError(f"column {column!r} is empty; it must hold the question")
         return ({"role": "user", "content": value},)
     if not isinstance(value, list):
-        raise ValueError(f"column {column!r} holds {_kind(value)}; it must be text or a list of messages")
+        raise ValueError(
+            f"column {column!r} holds {jsonl.kind(value)}; it must be text or a list of messages"
+        )
     for message in value:
         if not (
             isinstance(message, dict)
@@ -210,40 +199,17 @@ def _open(path: Path, *, split: str) -> tuple[str, Iterator[tuple[int, Any]]]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """(line number from 1, value); lines end with a newline alone, since JSON text may hold U+2028."""
+    """(line number from 1, value) of the lines that are not blank."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in jsonl.lines(file):
             try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not UTF-8 ({error.reason})") from None
-            if not text.strip():
-                raise ValueError(f"{path}, line {number}: empty line; remove it")
-            yield number, _json(text, f"{path}, line {number}")
-
-
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError(f"{where}: nested too deeply") from None
-    except ValueError as error:
-        hint = " (a JSON array? expected one object a line)" if text.strip() in ("[", "{") else ""
-        said = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-        raise ValueError(f"{where}: malformed JSON: {said}{hint}") from None
+                yield number, jsonl.value(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
 
 
 def _from_hub(name: str, config_name: str | None, split: str) -> tuple[str, Iterator[tuple[int, Any]]]:
-    datasets = _datasets()
-    try:
-        data = datasets.load_dataset(name, config_name, split=split)
-    except (OSError, ValueError) as error:  # what datasets raises for no network, no such name, no such split
-        raise ValueError(
-            f"data set {name!r} ({config_name or 'default'}, {split}) cannot be loaded:"
-            f" {' '.join(str(error).split())}. On a machine without internet, load it once where there is one"
-            " (the cache is in HF_HOME), or set path to a JSONL file or a folder written by save_to_disk"
-        ) from None
-    return f"{name} ({split}), row", enumerate(data, 1)
+    return f"{name} ({split}), row", enumerate(hub.load(_datasets(), name, config_name, split), 1)
 
 
 def _from_folder(path: Path, split: str) -> tuple[str, Iterator[tuple[int, Any]]]:
@@ -285,9 +251,11 @@ def plain_gold(columns: Columns, column: str) -> str:
         )
     value = columns[column]
     if isinstance(value, bool) or not isinstance(value, str | int | float | None):
-        raise ValueError(f"column {column!r} holds {_kind(value)}; an answer is text or a number")
+        raise ValueError(f"column {column!r} holds {jsonl.kind(value)}; an answer is text or a number")
     if value is None or not str(value).strip():
         raise _Unanswered(f"column {column!r} is empty; every row needs an answer to grade against")
+    if value != value:
+        raise _Unanswered(f"column {column!r} is NaN; every row needs an answer to grade against")
     return str(value).strip()
 
 

@@ -1,0 +1,223 @@
+"""`hpcgrpo eval` as its user sees it: who else is at work, what is moved, what stands beside, and how long it takes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from runs import hpcgrpo, make_model
+
+from evaluation import benchmarks, claims, command, progress
+from evaluation import config as configs
+from hpcgrpo.config_file import ConfigError
+from hpcgrpo.journal import FolderInUse, claim
+from hpcgrpo.types import Stopped
+
+CHAIN = (
+    "benchmarks=chain:size=4", "max_completion_length=8", "backend=transformers", "prompt_template={problem}",
+    "require_box_or_tag=false",
+)  # fmt: skip
+GSM8K = "igrpo_table_1:DeepSeek-R1-Distill-Qwen-7B + iGRPO"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny and untrained."""
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+# ---- who else is at work
+
+
+def test_a_start_that_waits_says_for_whom_and_how_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that Slurm made anew, while the earlier one still ends."""
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    earlier = claim(tmp_path / "place")
+    said: list[str] = []
+    ends = threading.Timer(1.2, earlier.close)
+    ends.start()
+    with claims.sole(tmp_path / "place", say=said.append):
+        assert earlier.closed
+    ends.join()
+    waits, free = said
+    assert waits.startswith(f"{tmp_path}/place: pid {os.getpid()} on ")
+    assert waits.endswith(" is at work here; waiting up to 180 s for it to end")
+    assert free.startswith(f"{tmp_path}/place: free after ")
+
+
+def test_any_other_start_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    in_use = rf"another evaluation \(pid {os.getpid()} on .*--output-dir"
+    with claim(tmp_path), pytest.raises(FolderInUse, match=in_use), claims.sole(tmp_path, say=print):
+        pass
+
+
+def test_who_waits_can_be_told_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with claim(tmp_path), pytest.raises(Stopped), claims.sole(tmp_path, say=str, stopping=lambda: True):
+        pass
+
+
+def test_a_folder_in_use_is_told_before_the_model_is_read(model: Path, tmp_path: Path) -> None:
+    """And nothing is moved from under the other one's feet."""
+    place = tmp_path / "chain-size-4" / ".whole"
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
+    for source, fresh in ((broken, False), (model, True)):
+        options = command.Options(overrides=CHAIN, output_dir=str(tmp_path), fresh=fresh)
+        with claim(place), pytest.raises(FolderInUse, match="another evaluation"):
+            command.here(str(source), options)
+    assert place.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("eval", "model", "--config"), "; what was graded is kept, and the same command goes on"),
+        (("train",), "; the same command goes on from the last checkpoint"),
+        (("grade",), ""),
+    ],
+)
+def test_an_interruption_is_told_in_the_words_of_the_command(
+    tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    """At the very start, while its file is read."""
+    file = tmp_path / "file.yaml"
+    os.mkfifo(file)
+    line = [sys.executable, "-m", "hpcgrpo.cli", *arguments, str(file)]
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
+        with file.open("w"):  # waits for who reads it
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 130
+        assert process.stderr is not None and process.stderr.read() == f"hpcgrpo: interrupted{words}\n"
+
+
+# ---- how long it takes
+
+
+def test_what_passes_before_the_first_completions_is_not_in_the_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """10 at 100 s, 10 more at 120 s: two seconds each since the first, so 80 take 160 s."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    with progress.Progress("gsm8k", total=130, done=30, right=15, stream=out) as shown:
+        now[0] = 100.0
+        shown.add(10, 5)
+        now[0] = 120.0
+        shown.add(10, 5)
+    assert out.getvalue().splitlines() == [
+        "gsm8k 30/130",
+        "gsm8k 40/130 right 0.500",
+        "gsm8k 50/130 right 0.500 about 3 min left",
+    ]
+
+
+# ---- what is moved
+
+
+def test_fresh_tells_where_the_earlier_samples_are(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = command.Options(overrides=CHAIN, output_dir=str(tmp_path))
+    assert command.here(str(model), options) == 0
+    before = (tmp_path / "chain-size-4" / "samples.jsonl").read_text()
+    capsys.readouterr()
+    fresh = command.Options(overrides=(*CHAIN, "seed=1"), output_dir=str(tmp_path), fresh=True, as_json=True)
+    assert command.here(str(model), fresh) == 0
+    said = capsys.readouterr()
+    moved = json.loads(said.out)["moved"]
+    assert list(moved) == [str(tmp_path / "chain-size-4"), str(tmp_path / "chain-size-4.json")]
+    assert all(f"moved {was} to {now}" in said.err for was, now in moved.items())
+    assert (Path(moved[str(tmp_path / "chain-size-4")]) / "samples.jsonl").read_text() == before
+
+
+def test_nothing_is_moved_for_an_evaluation_that_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "gsm8k").mkdir()
+    line = ("benchmarks=gsm8k", f"data_dir={tmp_path}", *CHAIN[1:])
+    with pytest.raises(ValueError, match=r"there is none of gsm8k_test\.jsonl"):
+        command.here(str(model), command.Options(overrides=line, output_dir=str(tmp_path), fresh=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["gsm8k"]
+
+
+def test_only_what_is_there_is_moved(tmp_path: Path) -> None:
+    found = configs.load(None, ["benchmarks=chain:size=4"])
+    (tmp_path / "chain-size-4").mkdir()
+    assert command.set_aside(tmp_path / "nowhere", found) == {}
+    assert list(command.set_aside(tmp_path, found)) == [str(tmp_path / "chain-size-4")]
+
+
+def test_more_problems_join_those_that_are_there(model: Path, tmp_path: Path) -> None:
+    """The subsets lie in one another, so nothing is asked twice; other problems under the same ids are refused."""
+    rows = [{"problem": f"{i}{i}{i}", "answer": str(i)} for i in range(1, 8)]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mine = (f"benchmarks=mine={file}", *CHAIN[1:], "num_samples=1", "temperature=1.0")
+    samples = []
+    for count in (2, 5):
+        options = command.Options(
+            overrides=(*mine, f"max_problems={count}"), output_dir=str(tmp_path / "out")
+        )
+        assert command.here(str(model), options) == 0
+        samples.append((tmp_path / "out" / "mine" / "samples.jsonl").read_text())
+    assert samples[1].startswith(samples[0]) and [s.count("\n") for s in samples] == [2, 5]
+    file.write_text("".join(json.dumps({**row, "problem": "other"}) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match="problems_sha256"):
+        command.here(str(model), options)
+
+
+# ---- what stands beside
+
+
+def test_a_published_row_stands_beside(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "few.jsonl"
+    file.write_text('{"question": "1+1", "answer": "#### 2"}\n')
+    line = (f"benchmarks=gsm8k={file}", *CHAIN[1:])
+    options = command.Options(overrides=line, output_dir=str(tmp_path / "out"), published=GSM8K)
+    assert command.here(str(model), options) == 0
+    said = capsys.readouterr()
+    assert "92.42" in said.out and f"published: {GSM8K}; iGRPO (arXiv" in " ".join(said.out.split())
+    assert "the row was measured by its paper's protocol; here that is preset=igrpo" in said.err
+    assert "92.42" in (tmp_path / "out" / "summary.md").read_text()
+    as_json = command.Options(overrides=line, output_dir=str(tmp_path / "out"), published=GSM8K, as_json=True)
+    assert command.here(str(model), as_json) == 0
+    assert json.loads(capsys.readouterr().out)["published"]["rows"][0]["b"] == pytest.approx(0.9242)
+
+
+def test_a_published_row_without_the_benchmark_is_refused(model: Path, tmp_path: Path) -> None:
+    options = command.Options(overrides=CHAIN, output_dir=str(tmp_path), published=GSM8K)
+    with pytest.raises(ConfigError, match=r"has no score of chain-size-4, but of aime25, .*--list-published"):
+        command.here(str(model), options)
+
+
+def test_fresh_is_not_of_rolling(tmp_path: Path) -> None:
+    from runs import write_config
+
+    options = command.Options(overrides=CHAIN, fresh=True)
+    with pytest.raises(ConfigError, match="--fresh goes with one evaluation"):
+        command.follow_training(str(write_config(tmp_path)), options, on_slurm=False)
+
+
+# ---- lists
+
+
+@pytest.mark.parametrize("columns", ["30", "80"])
+def test_names_in_the_list_stay_whole(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = hpcgrpo("eval", "--list").stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == list(benchmarks.BENCHMARKS)
+    assert max(map(len, lines)) < 80
+    assert lines[7].split() == ["amc_2022_2023", "83", "math", "igrpo", "cppo", "amc_2022_2023.jsonl"]

@@ -5,11 +5,12 @@ Every rank computes the same plan from the same groups, so nothing but the group
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 
 from hpcgrpo.algorithms.base import Algorithm
+from hpcgrpo.balance import Cost, share_out
 from hpcgrpo.types import Group, MicroBatch, Piece, Rollout, Row, Totals
 
 
@@ -19,11 +20,12 @@ class Plan:
 
     micro_batches: tuple[tuple[MicroBatch, ...], ...]  # [ranks][micro-batches], equally many on every rank
     totals: Totals
+    costs: tuple[tuple[float, ...], ...]  # [ranks][micro-batches], as estimated
 
     def spread(self) -> float:
-        """Tokens of the fullest rank over the mean of all ranks (1 is even)."""
-        loads = [sum(p.tokens for m in rank for p in m) for rank in self.micro_batches]
-        return max(loads) * len(loads) / max(1, sum(loads))
+        """Estimated cost of the costliest rank over the mean of all ranks (1 is even, and so is nothing at all)."""
+        loads = [sum(rank) for rank in self.costs]
+        return max(loads) * len(loads) / (sum(loads) or 1.0) if any(loads) else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +64,16 @@ def plan(
     max_completion_length: int,
     rows_per_device: int,
     shared_prefix: bool = True,
+    cost: Cost = Cost(),
 ) -> Plan:
-    """Weigh the kept completions of one optimizer step and share them out over `ranks`.
+    """Weigh the kept completions of one optimizer step and share them out over `ranks`, evenly by `cost`.
 
     `token_budget` bounds the tokens of a micro-batch (a longer single sequence gets one of its own).
     `shared_prefix` False gives every completion a piece, and every piece a micro-batch, of its own.
     """
     pieces, totals = weighed(credited, algorithm, max_completion_length, rows_per_device)
-    if shared_prefix:
-        even = max(1, -(-sum(p.tokens for p in pieces) // ranks))
-        pieces = [part for p in pieces for part in cut(p, min(token_budget, even))]
-    else:
-        pieces = [replace(p, rows=(row,)) for p in pieces for row in p.rows]
-    shares = [pack(share, token_budget if shared_prefix else 0) for share in share_out(pieces, ranks)]
-    count = max(1, *map(len, shares))
-    full = tuple(tuple(share) + ((),) * (count - len(share)) for share in shares)
-    return Plan(full, totals)
+    shares = share_out(pieces, ranks, token_budget if shared_prefix else 0, cost)
+    return Plan(shares, totals, tuple(tuple(map(cost.micro_batch, share)) for share in shares))
 
 
 def weighed(
@@ -141,42 +137,3 @@ def with_logprobs(
         return replace(rollout, old=old[i], peer=peer[i])
 
     return [replace(g, rollouts=tuple(map(compared, g.rollouts))) for g in groups]
-
-
-def cut(piece: Piece, limit: int) -> list[Piece]:
-    """Cut a piece into pieces of at most `limit` tokens (prefix included), a row being indivisible."""
-    parts: list[list[Row]] = []
-    room = 0
-    for row in piece.rows:
-        if not parts or len(row.token_ids) > room:
-            parts.append([])
-            room = limit - len(piece.prefix)
-        parts[-1].append(row)
-        room -= len(row.token_ids)
-    return [replace(piece, rows=tuple(p)) for p in parts]
-
-
-def share_out(pieces: Iterable[Piece], ranks: int) -> list[list[Piece]]:
-    """The longest piece first, each to the rank that has least (ties: the lowest rank)."""
-    shares: list[list[Piece]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for piece in sorted(pieces, key=lambda p: -p.tokens):
-        rank = loads.index(min(loads))
-        shares[rank].append(piece)
-        loads[rank] += piece.tokens
-    return shares
-
-
-def pack(pieces: Iterable[Piece], token_budget: int) -> list[MicroBatch]:
-    """First fit by decreasing size into micro-batches of at most `token_budget` tokens."""
-    bins: list[list[Piece]] = []
-    room: list[int] = []
-    for piece in sorted(pieces, key=lambda p: -p.tokens):
-        fits = next((b for b, r in enumerate(room) if piece.tokens <= r), None)
-        if fits is None:
-            fits = len(bins)
-            bins.append([])
-            room.append(token_budget)
-        bins[fits].append(piece)
-        room[fits] -= piece.tokens
-    return [tuple(b) for b in bins]

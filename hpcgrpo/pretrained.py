@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpcgrpo.balance import Cost
 from hpcgrpo.config import ConfigError
 
 Shape = tuple[int, ...]
@@ -49,6 +50,29 @@ class Pretrained:
         if found := _number(self.config, "head_dim"):
             return found
         return self.hidden // self.heads if self.hidden and self.heads else None
+
+    @property
+    def training_cost(self) -> Cost:
+        """FLOPs of a forward and a backward pass per token, per (query, key) pair and per predicted token.
+
+        By the sizes in config.json, feed-forward layers being gated: matrices take twice as long backward as forward,
+        attention kernels, which compute the scores again, 2.5 times, and the output layer, which is computed again,
+        three times. A cost of tokens alone where the sizes aren't known.
+        """
+        layers = _number(self.config, "num_hidden_layers", "n_layer")
+        vocabulary = _number(self.config, "vocab_size")
+        if not (layers and vocabulary and self.hidden and self.heads and self.kv_heads and self.head_dim):
+            return Cost()
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        chosen = _number(self.config, "num_experts_per_tok") or 1
+        expert = _number(self.config, "moe_intermediate_size")
+        inner = chosen * expert if expert else _number(self.config, "intermediate_size", "n_inner")
+        matrices = self.hidden * (2 * queries + 2 * keys + 3 * (inner or 4 * self.hidden))
+        return Cost(
+            token=6.0 * layers * matrices,
+            pair=14.0 * layers * queries,
+            predicted=8.0 * vocabulary * self.hidden,
+        )
 
     @property
     def longest(self) -> int | None:

@@ -15,9 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hpcgrpo import batching
 from hpcgrpo.algorithms import build
+from hpcgrpo.balance import share_out
 from hpcgrpo.learning import checkpoint
 from hpcgrpo.learning.fsdp import FsdpLearner, export
 from hpcgrpo.learning.passes import Computed
+from hpcgrpo.pretrained import Pretrained
 from hpcgrpo.types import Completion, Group, Rollout
 
 TEMPERATURE = 0.7
@@ -157,6 +159,28 @@ def test_every_pass_over_the_rows_is_counted_once(model: Path) -> None:
     assert seen == ["old", "reference", "forward_backward", "optimizer"]
     one.as_peer(rows)
     assert one.take_computed() == Computed(forward=found.trained) and seen[-1] == "peer"
+
+
+@pytest.mark.parametrize(("ranks", "budget"), [(2, 10**6), (5, 10**6), (3, 60), (4, 0)])
+def test_gradients_of_all_shares_of_a_step_add_up_to_the_plain_ones(
+    model: Path, ranks: int, budget: int
+) -> None:
+    """However groups are cut and dealt out by cost: here their pieces are, to more ranks than there are groups."""
+    one = learner(model)
+    cost = Pretrained("", None, one.lm.config.to_dict()).training_cost
+    pieces, _ = batching.weighed(
+        batching.credit(made_groups(3, 4), build(SPEC)),
+        build(SPEC),
+        max_completion_length=40,
+        rows_per_device=4,
+    )
+    shares = [[m for m in share if m] for share in share_out(pieces, ranks, budget, cost)]
+    assert sum(len(m) for share in shares for m in share) > len(pieces)
+    parts = [gradients(one, share) for share in shares]
+    expected_loss, expected = plain(model, planned(10**6))
+    assert sum(loss for loss, _ in parts) == pytest.approx(expected_loss, abs=1e-6)
+    for name, gradient in expected.items():
+        assert (gradient - sum(g[name] for _, g in parts)).abs().max() <= 2e-6, name
 
 
 def test_single_token_completions_and_empty_micro_batches_are_served(model: Path) -> None:

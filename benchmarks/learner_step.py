@@ -64,11 +64,10 @@ class Case:
         return _flops.Sizes(self.hidden, self.layers, self.layers * linear, self.vocabulary)
 
 
-SPREAD = {"packed": 2.5, "shared": 5.0}
 CASES = {
     "equal": Case("equal", 128, {"shared": 1.15}, mean_completion_length=512.0),
-    "spread-128": Case("spread-128", 128, SPREAD),
-    "spread-512": Case("spread-512", 512, SPREAD),
+    "spread-128": Case("spread-128", 128, {"packed": 2.5, "shared": 5.0}),
+    "spread-512": Case("spread-512", 512, {"shared": 5.0}),
     "spread-2048": Case("spread-2048", 2048, {"shared": 8.0}),
     "wide": Case("wide", 512, {}, hidden=512, vocabulary=32_000),
 }
@@ -77,8 +76,9 @@ QUICK = ("spread-128",)
 
 def main() -> None:
     options = parse_arguments()
-    trl = options.trl_python or trl_environment(options.trl_env)
-    python = {name: trl if name == "trl" else Path(sys.executable) for name in SCRIPTS}
+    python = dict.fromkeys(options.sides, Path(sys.executable))
+    if "trl" in python:
+        python["trl"] = options.trl_python or trl_environment(options.trl_env)
     results = []
     for name in options.case or list(QUICK if options.quick else CASES):
         changes = {"threads": options.threads, "device": options.device, "trl": options.trl}
@@ -100,6 +100,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--case", action="append", choices=list(CASES), help="default: all of them")
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
+    parser.add_argument(
+        "--sides", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS), help="default: all"
+    )
     parser.add_argument("--blocks", type=int, default=5, help="turns of one step each side gets (default 5)")
     parser.add_argument("--threads", type=int, help="OMP_NUM_THREADS of each side (default 2)")
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL, instead of --trl-env")
@@ -111,10 +114,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_case(case: Case, python: Mapping[str, Path], *, blocks: int) -> dict[str, Any]:
-    """Every side on one case, turn by turn."""
+    """The sides of `python` on one case, turn by turn."""
     from _learner_inputs import save
 
-    scripts = {name: (python[name], script) for name, script in SCRIPTS.items()}
+    scripts = {name: (python[name], script) for name, script in SCRIPTS.items() if name in python}
     with tempfile.TemporaryDirectory(prefix="learner_step_") as folder:
         groups = save(Path(folder), asdict(case))
         measured = interleaved(asdict(case), scripts, folder, blocks=blocks, steps=1, warm_up=1)
@@ -124,7 +127,7 @@ def run_case(case: Case, python: Mapping[str, Path], *, blocks: int) -> dict[str
         "padded": _flops.padded(case.prompt_tokens, groups),
         "trl": _flops.trl(case.prompt_tokens, groups, gpu=case.device == "cuda"),
     }
-    sides = {name: side_summary(case, measured, name, counts[name]) for name in SCRIPTS}
+    sides = {name: side_summary(case, measured, name, counts[name]) for name in scripts}
     apart = differences(sides)
     return {
         "case": asdict(case),
@@ -168,11 +171,11 @@ def side_summary(case: Case, measured: Measured, name: str, count: _flops.Count)
 
 
 def differences(sides: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Of losses and gradient norms from TRL's, relative."""
+    """Of losses and gradient norms from those of the last side (TRL, where it takes part), relative."""
+    last = next(reversed(sides))
     return {
-        f"{name} {key}": abs(sides[name][key] / sides["trl"][key] - 1)
+        f"{name} {key}": abs(sides[name][key] / sides[last][key] - 1)
         for name in sides
-        if name != "trl"
         for key in ("loss", "grad_norm")
     }
 
@@ -180,7 +183,7 @@ def differences(sides: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 def rows(case: Case, measured: Measured, sides: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     of = "wall time" if case.device == "cuda" else "CPU-seconds"
-    for ours, theirs in PAIRS:
+    for ours, theirs in (pair for pair in PAIRS if sides.keys() >= {*pair}):
         costs = [[cost(case, turn[name][0]) for turn in measured.turns] for name in (theirs, ours)]
         found.append(
             row(
@@ -192,7 +195,7 @@ def rows(case: Case, measured: Measured, sides: Mapping[str, Mapping[str, Any]])
                 promised=case.promised.get(ours) if theirs == "trl" else None,
             )
         )
-    for ours in ("packed", "shared"):
+    for ours in ("packed", "shared") if "trl" in sides else ():
         memory = [sides[name]["peak_above_base_bytes"] for name in ("trl", ours)]
         name = f"learner memory, {case.name}: {TITLES[ours]} / TRL"
         found.append(row(name, memory[0] / memory[1], of="peak bytes of a step", promised=1.0))
@@ -218,7 +221,9 @@ def as_text(result: Mapping[str, Any]) -> str:
         )
     apart = max(result["differences"].values())
     verdict = "they agree" if result["agree"] else "NOT THE SAME STEP"
-    text.append(f"largest relative difference of loss and gradient norm from TRL's: {apart:.1e}, {verdict}")
+    text.append(
+        f"largest relative difference of loss and gradient norm from the last side's: {apart:.1e}, {verdict}"
+    )
     return "\n".join(text + lines(result["rows"]))
 
 

@@ -70,8 +70,8 @@ lint: $(VENV)/.installed-dev  ## the checks that run nothing: lint, format, type
 fast: $(VENV)/.installed-dev .cache/fonts.conf  ## the tests that are not marked slow
 	$(VENV)/bin/python -m pytest --basetemp="$(CACHE)/pytest-fast" -m "not slow" $(ARGS)
 
-bench: $(VENV)/.installed  ## one training step beside TRL's GRPOTrainer (its own environment: .venv-trl)
-	$(VENV)/bin/python benchmarks/vs_trl.py $(ARGS)
+bench: $(VENV)/.installed  ## one table of all benchmarks, beside TRL too (its own environment: .venv-trl); ARGS=--quick
+	$(VENV)/bin/python benchmarks/table.py $(ARGS)
 
 cluster: $(VENV)/.installed-test  ## all of it in small: a real Slurm (needs root), a run on three of its nodes with vLLM
 	@slurm/devcluster.sh install

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
@@ -16,8 +15,9 @@ from _side import StepClock
 
 from hpcgrpo.config import parse
 from hpcgrpo.journal import Journal
+from hpcgrpo.running import Run, steps, write_profile
 from hpcgrpo.sections import RunConfig
-from hpcgrpo.train import Run, assemble, join, steps, write_profile
+from hpcgrpo.train import assemble, join
 
 REWARD = f"{Path(__file__).with_name('_side.py')}:digits"
 
@@ -29,7 +29,7 @@ def settings(case: dict[str, Any]) -> dict[str, Any]:
         "name": "vs_trl",
         "model_name_or_path": f"{case['folder']}/model",
         "output_dir": case["folder"],
-        "device": "cpu",
+        "device": case["device"],
         "algorithm": {
             "name": "grpo",
             "num_generations": case["generations"],
@@ -49,6 +49,7 @@ def settings(case: dict[str, Any]) -> dict[str, Any]:
             "lr_scheduler_type": "constant",
             "weight_decay": 0.0,
             "max_grad_norm": 1.0,
+            "gradient_checkpointing": False,
             "max_steps": 1_000_000,
             "save_steps": 1_000_000,
         },
@@ -75,11 +76,12 @@ def time_forward(model: torch.nn.Module, clock: StepClock) -> None:
     began: list[tuple[float, float]] = []
 
     def start(*_: Any) -> None:
-        began.append((time.perf_counter(), time.process_time()))
+        began.append(clock.now())
 
     def stop(*_: Any) -> None:
         wall, cpu = began.pop()
-        clock.add_phase("forward", time.perf_counter() - wall, time.process_time() - cpu)
+        wall_end, cpu_end = clock.now()
+        clock.add_phase("forward", wall_end - wall, cpu_end - cpu)
 
     model.register_forward_pre_hook(start, prepend=True)
     model.register_forward_hook(stop)
@@ -106,10 +108,10 @@ def main() -> None:
     versions = {
         name: version(name) for name in ("hpcgrpo", "torch", "transformers", "tokenizers", "accelerate")
     }
-    clock = StepClock({"versions": versions, "settings": options})
+    clock = StepClock({"versions": versions, "settings": options}, case["device"])
     config = parse(options)
     config.folder.mkdir(parents=True, exist_ok=True)
-    run = assemble(config, *join(config))
+    run = assemble(config, *join(config), None)
     watch(run, clock)
     clock.ready(attention=config.train.attn_implementation, token_budget=run.trainer.setup.token_budget)
     train(run, config, clock)

@@ -1,4 +1,4 @@
-"""What both sides of `vs_trl.py` share: the pipe, the clocks and the reward. Standard library only.
+"""What the sides of `vs_trl.py` and `learner_step.py` share: pipe, clocks and reward. Standard library, but for a GPU.
 
 A side builds its trainer, then calls `StepClock.boundary` between any two steps. There it waits for
 `{"steps": K}` on stdin, runs K steps, and answers with one JSON line on what was stdout when it started.
@@ -70,9 +70,10 @@ class StepClock:
     """Runs as many steps as the driver orders and reports wall, CPU, lengths and phases of each.
 
     It holds the pipe and the running step's start, so it is an object: the trainers call back into it.
+    On a GPU ("cuda") clocks are read when the device is idle, and memory is what its allocator held.
     """
 
-    def __init__(self, describe: Mapping[str, Any]) -> None:
+    def __init__(self, describe: Mapping[str, Any], device: str = "cpu") -> None:
         self._reply = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # libraries print to stdout; the pipe must hold replies alone
         self._left = 0
@@ -80,14 +81,35 @@ class StepClock:
         self._lengths: list[int] = []
         self._phases: dict[str, list[float]] = {}
         self._started: tuple[float, float, float] | None = None
+        self._base = 0
+        self._noted: dict[str, float] = {}
         self._describe = dict(describe)
+        self._cuda: Any = None
+        if device == "cuda":
+            import torch
+
+            self._cuda = torch.cuda
 
     def ready(self, **more: Any) -> None:
         """Tell the driver that the trainer stands, with the settings it runs under; peaks count from here."""
         with suppress(OSError):  # not allowed here: the peak then counts from the start of the process
             Path("/proc/self/clear_refs").write_text("5")
-        base = {"base_rss_bytes": resident_bytes("self", "VmRSS")}
-        self._send({**self._describe, **more, **base})
+        self._base = resident_bytes("self", "VmRSS")
+        if self._cuda is not None:
+            self._cuda.reset_peak_memory_stats()
+            self._base = self._cuda.memory_allocated()
+        self._send({**self._describe, **more, "base_rss_bytes": self._base})
+
+    def note(self, **values: float) -> None:
+        """Add to what is told of the running step: sums over its calls."""
+        for name, value in values.items():
+            self._noted[name] = self._noted.get(name, 0.0) + value
+
+    def now(self) -> tuple[float, float]:
+        """Wall and CPU seconds, once the device has done what it was given."""
+        if self._cuda is not None:
+            self._cuda.synchronize()
+        return time.perf_counter(), time.process_time()
 
     def lengths(self, lengths: Iterable[int]) -> None:
         """Completion lengths (tokens) of the running step."""
@@ -97,11 +119,12 @@ class StepClock:
         """`function`, with its wall and CPU seconds added to a phase of the running step."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            wall, cpu = time.perf_counter(), time.process_time()
+            wall, cpu = self.now()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.add_phase(phase, time.perf_counter() - wall, time.process_time() - cpu)
+                wall_end, cpu_end = self.now()
+                self.add_phase(phase, wall_end - wall, cpu_end - cpu)
 
         return call
 
@@ -123,14 +146,14 @@ class StepClock:
             if self._left == 0:
                 self._send(self._memory())
                 return False
-        self._lengths, self._phases = [], {}
-        self._started = (children_cpu_seconds(), time.process_time(), time.perf_counter())
+        self._lengths, self._phases, self._noted = [], {}, {}
+        self._started = (children_cpu_seconds(), *self.now())
         return True
 
     def _finish(self) -> None:
         assert self._started is not None
-        wall, cpu = time.perf_counter(), time.process_time()
-        children, cpu_start, wall_start = self._started
+        wall, cpu = self.now()
+        children, wall_start, cpu_start = self._started
         self._started = None
         self._left -= 1
         self._steps.append(
@@ -139,12 +162,18 @@ class StepClock:
                 "cpu_seconds": cpu - cpu_start + children_cpu_seconds() - children,
                 "lengths": self._lengths,
                 "phases": self._phases,
+                **self._noted,
             }
         )
 
     def _memory(self) -> dict[str, Any]:
         children = [resident_bytes(pid) for pid in descendants(os.getpid())]
-        return {"peak_rss_bytes": resident_bytes("self"), "children_peak_rss_bytes": sum(children)}
+        peak = resident_bytes("self") if self._cuda is None else self._cuda.max_memory_allocated()
+        return {
+            "peak_rss_bytes": peak,
+            "peak_above_base_bytes": peak - self._base,
+            "children_peak_rss_bytes": sum(children),
+        }
 
     def _send(self, message: Mapping[str, Any]) -> None:
         self._reply.write(json.dumps(message) + "\n")

@@ -1,4 +1,4 @@
-"""The model, tokenizer and prompts that both sides of `vs_trl.py` are given."""
+"""The model, tokenizer and prompts that the sides of `vs_trl.py` and `learner_step.py` are given."""
 
 from __future__ import annotations
 
@@ -35,18 +35,20 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(*, hidden: int = 256, layers: int = 4, seed: int = 0) -> Qwen2ForCausalLM:
+def build_model(
+    *, hidden: int = 256, layers: int = 4, vocabulary: int = VOCABULARY, seed: int = 0
+) -> Qwen2ForCausalLM:
     """A random Qwen2 whose last hidden state has a constant first coordinate, for `set_stop_probability`."""
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=VOCABULARY,
+            vocab_size=vocabulary,
             hidden_size=hidden,
             num_hidden_layers=layers,
             num_attention_heads=hidden // 32,
             num_key_value_heads=2,
             intermediate_size=3 * hidden,
-            max_position_embeddings=1024,
+            max_position_embeddings=4096,
             tie_word_embeddings=False,
             pad_token_id=PAD,
             eos_token_id=EOS,

@@ -18,10 +18,10 @@ PHASES = {"_generate": "generate", "_calculate_rewards": "score", "_compute_loss
 
 
 def settings(case: dict[str, Any]) -> dict[str, Any]:
-    """TRL's best settings for a CPU: no checkpointing, one pass, no reference, no logging, no saving."""
+    """TRL's best settings here: no checkpointing, one pass, no reference, no logging, no saving."""
     return {
-        "use_cpu": True,
-        "bf16": False,
+        "use_cpu": case["device"] == "cpu",
+        "bf16": case["device"] == "cuda",
         "gradient_checkpointing": False,
         "per_device_train_batch_size": case["rows_per_micro_batch"],
         "gradient_accumulation_steps": case["prompts"] * case["generations"] // case["rows_per_micro_batch"],
@@ -79,7 +79,7 @@ def main() -> None:
     folder = Path(case["folder"])
     options = settings(case)
     versions = {name: version(name) for name in ("trl", "torch", "transformers", "tokenizers")}
-    clock = StepClock({"versions": versions, "settings": options})
+    clock = StepClock({"versions": versions, "settings": options}, case["device"])
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     trainer = GRPOTrainer(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _rows import add_device, row
 
 from hpcgrpo import batching, tiny
 from hpcgrpo.algorithms import build
@@ -53,12 +54,19 @@ class Case:
 
 def main() -> None:
     options = parse_arguments()
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, where installed, prints to stdout
+    os.environ.setdefault(
+        "DS_ACCELERATOR", options.device
+    )  # else DeepSpeed, where installed, prints to stdout
     with tempfile.TemporaryDirectory() as folder:
         trainer = assembled(Path(folder), options)
         rounds = measure(trainer, options)
     torch.distributed.destroy_process_group()
-    result = {"settings": vars(options) | {"model": MODEL}, **summarise(rounds)}
+    summary = summarise(rounds)
+    result = {
+        "settings": vars(options) | {"model": MODEL},
+        "rows": table_rows(summary["by_rate"], "wall" if options.device == "cuda" else "cpu"),
+        **summary,
+    }
     print(json.dumps(result, indent=1) if options.json else as_text(result))
 
 
@@ -72,6 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--completion-tokens", type=int, default=64, help="at most (default 64)")
     parser.add_argument("--beta", type=float, default=0.0, help="above 0: a reference forward pass too")
     parser.add_argument("--threads", type=int, default=1)
+    add_device(parser)
     parser.add_argument("--json", action="store_true", help="print every number as JSON, and nothing else")
     return parser.parse_args()
 
@@ -89,7 +98,7 @@ def assembled(folder: Path, options: argparse.Namespace) -> Trainer:
             "name": "cppo_speed",
             "model_name_or_path": str(folder / "model"),
             "output_dir": str(folder),
-            "device": "cpu",
+            "device": options.device,
             "algorithm": specification(0.5, options, allocation=True),
             "rewards": {REWARD: 1.0},
             "data": {"preset": "chain", "max_samples": 2048, "options": {"digits": DIGITS}},
@@ -165,6 +174,8 @@ def step(trainer: Trainer, case: Case) -> Times:
 def timed(times: Times, phase: str, call: Callable[[], Any]) -> Any:
     wall, cpu = time.perf_counter(), time.process_time()
     value = call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     for clock, spent in (("cpu", time.process_time() - cpu), ("wall", time.perf_counter() - wall)):
         times[f"{phase}_{clock}"] = times.get(f"{phase}_{clock}", 0.0) + spent
     return value
@@ -180,7 +191,22 @@ def summarise(rounds: Mapping[str, Sequence[Times]]) -> dict[str, Any]:
         rate, allocation = float(key.split()[0]), key.endswith("allocation")
         base = rounds["0.0 allocation" if allocation else "0.0"]
         rows[key] = compare(rate, base, turns)
-    return {"rows": rows, "fixed": fixed_cost([t for turns in rounds.values() for t in turns])}
+    return {"by_rate": rows, "fixed": fixed_cost([t for turns in rounds.values() for t in turns])}
+
+
+def table_rows(by_rate: Mapping[str, Any], clock: str, rate: float = 0.875) -> list[dict[str, Any]]:
+    """The whole step at one rate, for `table.py`: promised is nine tenths of the bound."""
+    found = by_rate[str(rate)][clock]
+    return [
+        row(
+            f"CPPO at P = {rate}, whole step: P = 0",
+            found["speed_up"],
+            of="CPU-seconds a completion" if clock == "cpu" else "wall time",
+            bound=found["bound"],
+            bound_is="S = 1/((1-f) + f(1-P))",
+            promised=0.9 * found["bound"],
+        )
+    ]
 
 
 def compare(rate: float, base: Sequence[Times], turns: Sequence[Times]) -> dict[str, Any]:
@@ -229,10 +255,10 @@ def as_text(result: Mapping[str, Any]) -> str:
             f"{'P':>7}{'k/G':>8}{'tokens':>8}{'update':>16}{'explore':>9}{'speed-up':>16}"
             f"{'bound':>8}{'of tokens':>11}{'completions/s':>15}"
         )
-        for key, row in result["rows"].items():
+        for key, found in result["by_rate"].items():
             if key.endswith("allocation") == (kind == "with allocation"):
-                lines.append(line(float(key.split()[0]), row))
-    f = {clock: result["rows"]["0.0"][clock]["update_share"] for clock in ("cpu", "wall")}
+                lines.append(line(float(key.split()[0]), found))
+    f = {clock: result["by_rate"]["0.0"][clock]["update_share"] for clock in ("cpu", "wall")}
     fixed = result["fixed"]
     lines.append(
         f"update share at P = 0: f = {f['cpu']:.3f} ({f['wall']:.3f}); an update costs {fixed['seconds'] * 1e3:.0f} ms"

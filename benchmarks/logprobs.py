@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from _rows import add_device, row
 from _side import resident_bytes
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each variant (default 3)")
     parser.add_argument("--threads", type=int, default=2, help="OMP_NUM_THREADS (default 2)")
+    add_device(parser)
     parser.add_argument("--json", action="store_true", help="print every number as JSON, and nothing else")
     parser.add_argument("--measure", choices=[*VARIANTS, "difference"], help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -87,7 +89,9 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
             runs[name].append(in_subprocess(name, options, fits))
     full = {"chunked+entropy": in_subprocess("chunked+entropy", options, options.tokens)}
     sides = {name: {key: statistics.median(r[key] for r in rs) for key in rs[0]} for name, rs in runs.items()}
+    learner = "chunked+entropy"
     return {
+        "rows": rows(options, sides["plain"], sides[learner], full[learner]),
         "sizes": {
             key: getattr(options, key) for key in ("tokens", "vocabulary", "hidden", "dtype", "threads")
         },
@@ -98,6 +102,39 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         "limit_bytes": LIMIT_BYTES,
         "difference": in_subprocess("difference", options, min(fits, 256)),
     }
+
+
+def rows(
+    options: argparse.Namespace,
+    base: Mapping[str, float],
+    ours: Mapping[str, float],
+    full: Mapping[str, float],
+) -> list[dict[str, Any]]:
+    """Time and memory of what the learner calls, for `table.py`."""
+    clock = "wall_seconds" if options.device == "cuda" else "cpu_seconds"
+    gradients = options.vocabulary * options.hidden * (2 if options.dtype == "bfloat16" else 4)
+    return [
+        row(
+            "log-probs, time: log_softmax of all logits",
+            base[clock] / ours[clock],
+            of="wall time" if options.device == "cuda" else "CPU-seconds",
+            bound=3 / 4,
+            bound_is="matrix products: the logits twice",
+        ),
+        row(
+            "log-probs, memory: log_softmax of all logits",
+            base["peak_bytes"] / ours["peak_bytes"],
+            of="peak bytes",
+            bound=base["peak_bytes"] / gradients,
+            bound_is="the weight's gradient alone",
+        ),
+        row(
+            f"log-probs, memory at {options.tokens:,} tokens: limit",
+            LIMIT_BYTES / full["peak_bytes"],
+            of="peak bytes",
+            promised=1.0,
+        ),
+    ]
 
 
 def ratios(base: list[dict[str, float]], other: list[dict[str, float]]) -> dict[str, float]:
@@ -118,7 +155,9 @@ def tokens_that_fit(options: argparse.Namespace) -> int:
 
 
 def in_subprocess(name: str, options: argparse.Namespace, tokens: int) -> dict[str, float]:
-    sizes = {key: str(getattr(options, key)) for key in ("vocabulary", "hidden", "dtype", "threads")}
+    sizes = {
+        key: str(getattr(options, key)) for key in ("vocabulary", "hidden", "dtype", "threads", "device")
+    }
     flags = [part for key, value in (sizes | {"tokens": str(tokens)}).items() for part in (f"--{key}", value)]
     environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, __file__, "--measure", name, *flags]
@@ -136,26 +175,43 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     run = VARIANTS[options.measure]
     forward_backward(run, inputs(options, tokens=2))  # threads and allocator start outside the measurement
     given = inputs(options, tokens=options.tokens)
-    before = resident_bytes("self", "VmRSS")
+    before = settled_bytes(options.device, "VmRSS")
     wall, cpu = time.perf_counter(), time.process_time()
     forward_backward(run, given)
+    peak = settled_bytes(options.device, "VmHWM")
     return {
         "wall_seconds": time.perf_counter() - wall,
         "cpu_seconds": time.process_time() - cpu,
-        "peak_bytes": max(1, resident_bytes("self") - before),
+        "peak_bytes": max(1, peak - before),
     }
+
+
+def settled_bytes(device: str, key: str) -> int:
+    """Memory held now (VmRSS) or at most so far (VmHWM), once the device has done what it was given."""
+    if device == "cpu":
+        return resident_bytes("self", key)
+    import torch
+
+    torch.cuda.synchronize()
+    if key == "VmHWM":
+        return torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
 def inputs(options: argparse.Namespace, *, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     import torch
 
     source = torch.Generator().manual_seed(0)
+    device = options.device
     dtype = getattr(torch, options.dtype)
-    hidden = torch.randn(tokens, options.hidden, generator=source).to(dtype).requires_grad_()
+    hidden = torch.randn(tokens, options.hidden, generator=source).to(device, dtype).requires_grad_()
     weight = (
-        (torch.randn(options.vocabulary, options.hidden, generator=source) * 0.1).to(dtype).requires_grad_()
+        (torch.randn(options.vocabulary, options.hidden, generator=source) * 0.1)
+        .to(device, dtype)
+        .requires_grad_()
     )
-    return hidden, weight, torch.randint(options.vocabulary, (tokens,), generator=source)
+    return hidden, weight, torch.randint(options.vocabulary, (tokens,), generator=source).to(device)
 
 
 def forward_backward(run: Logprobs, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -163,7 +219,7 @@ def forward_backward(run: Logprobs, given: tuple[Tensor, Tensor, Tensor]) -> tup
     import torch
 
     logprobs = run(*given)
-    weights = torch.linspace(-1, 1, len(logprobs))
+    weights = torch.linspace(-1, 1, len(logprobs), device=logprobs.device)
     (logprobs.float() * weights).sum().backward()
     hidden, weight, _ = given
     assert hidden.grad is not None and weight.grad is not None

@@ -1,6 +1,6 @@
 """One training step beside TRL's GRPOTrainer: same model, prompts, sizes and reward, interleaved in one run.
 
-    .venv/bin/python benchmarks/vs_trl.py [--case equal|spread] [--blocks 8] [--steps 3] [--json]
+    .venv/bin/python benchmarks/vs_trl.py [--case equal|spread] [--blocks 8] [--steps 3] [--device cuda] [--json]
 
 Each side holds its trainer in a process of its own and runs a block of steps when told to, in turn, so that a
 busy machine slows both alike. TRL gets an environment of its own, made on first use. How to read the output:
@@ -11,21 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parent
-TRL_VERSION = "1.16.0"
+from _rows import add_device, row
+from _turns import REPOSITORY, TRL_VERSION, Measured, interleaved, trl_environment
+
 SIDES = ("hpcgrpo", "trl")
 SCRIPTS = {"hpcgrpo": "_our_side.py", "trl": "_trl_side.py"}
 
@@ -44,6 +40,7 @@ class Case:
     rows_per_micro_batch: int = 32
     learning_rate: float = 1e-6  # small, so that lengths stay as they are
     threads: int = 2
+    device: str = "cpu"
     trl: Mapping[str, Any] = field(default_factory=dict)  # GRPOConfig fields to set otherwise
 
     @property
@@ -53,18 +50,8 @@ class Case:
 
 CASES = {
     "equal": Case("equal", 1.0, 64, 64.0),
-    "spread": Case("spread", 1.5, 256, 64.0),
+    "spread": Case("spread", 2.0, 256, 64.0),
 }
-
-
-@dataclass(frozen=True)
-class Side:
-    """A running trainer."""
-
-    name: str
-    process: subprocess.Popen[str]
-    log: Path
-    about: Mapping[str, Any]
 
 
 def main() -> None:
@@ -77,7 +64,9 @@ def main() -> None:
         if not options.json:
             print(as_text(results[-1], phases=options.phases), flush=True)
     if options.json:
-        print(json.dumps(results, indent=1))
+        print(
+            json.dumps({"rows": [r for result in results for r in rows(result)], "cases": results}, indent=1)
+        )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -93,37 +82,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL, instead of --trl-env")
     parser.add_argument("--trl-env", type=Path, default=REPOSITORY / ".venv-trl", help="made if absent")
     parser.add_argument("--trl", type=json.loads, help="GRPOConfig fields to set otherwise, as JSON")
+    add_device(parser)
     parser.add_argument("--phases", action="store_true", help="print where the CPU time of a step goes")
     parser.add_argument("--json", action="store_true", help="print every number as JSON, and nothing else")
     return parser.parse_args()
 
 
 def overrides(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("prompt_tokens", "rows_per_micro_batch", "threads", "trl")
+    names = ("prompt_tokens", "rows_per_micro_batch", "threads", "trl", "device")
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-
-
-def trl_environment(folder: Path) -> Path:
-    """The interpreter of an environment with TRL and our torch and transformers; made if absent."""
-    python = folder / "bin" / "python"
-    found = subprocess.run([python, "-c", "import trl"], capture_output=True) if python.exists() else None
-    if found is not None and found.returncode == 0:
-        return python
-    same = [f"{name}=={version(name).split('+')[0]}" for name in ("torch", "transformers", "accelerate")]
-    print(f"making {folder} with trl=={TRL_VERSION} {' '.join(same)} (1.3 GB, about 2 min)", file=sys.stderr)
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    install: list[str | Path] = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        f"trl=={TRL_VERSION}",
-        "datasets",
-        *same,
-    ]
-    subprocess.run(install, check=True, stdout=sys.stderr)
-    return python
 
 
 def run_case(case: Case, python: Mapping[str, Path], *, blocks: int, steps: int) -> dict[str, Any]:
@@ -132,83 +99,40 @@ def run_case(case: Case, python: Mapping[str, Path], *, blocks: int, steps: int)
 
     ragged = case.mean_completion_length < case.max_completion_length
     stop = stop_probability_for(case.mean_completion_length, case.max_completion_length) if ragged else 0.0
+    scripts = {name: (python[name], SCRIPTS[name]) for name in SIDES}
     with tempfile.TemporaryDirectory(prefix="vs_trl_") as folder:
         save_inputs(Path(folder), prompt_tokens=case.prompt_tokens, stop_probability=stop)
-        with side("hpcgrpo", case, python, folder) as ours, side("trl", case, python, folder) as theirs:
-            for warming in (ours, theirs):
-                order(warming, 2)  # caches, allocator, lazy imports
-            turns = [one_turn(i, ours, theirs, steps) for i in range(blocks)]
-            memory = {s.name: order(s, 0) for s in (ours, theirs)}
-            about = {s.name: dict(s.about) for s in (ours, theirs)}
-    return summary(case, turns, memory, about)
-
-
-@contextmanager
-def side(name: str, case: Case, python: Mapping[str, Path], folder: str) -> Iterator[Side]:
-    """Start a side and wait until its trainer stands; end it on leaving."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": str(case.threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-    }
-    log = Path(folder) / f"{name}.log"
-    command: list[str | Path] = [
-        python[name],
-        HERE / SCRIPTS[name],
-        json.dumps(asdict(case) | {"folder": folder}),
-    ]
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=environment,
-            cwd=folder,
+        return summary(
+            case, interleaved(asdict(case), scripts, folder, blocks=blocks, steps=steps, warm_up=2)
         )
-        try:
-            yield Side(name, process, log, reply(name, process, log))
-        finally:
-            process.kill()
-            process.wait()
 
 
-def reply(name: str, process: subprocess.Popen[str], log: Path) -> dict[str, Any]:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        tail = "\n".join(log.read_text().splitlines()[-30:])
-        raise SystemExit(f"the {name} side ended early; the end of its log:\n{tail}")
-    answer: dict[str, Any] = json.loads(line)
-    return answer
+def rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The whole step for `table.py`; at most, it is as much faster as it computes fewer tokens."""
+    case, ratios, name = result["case"], result["ratios"], f"whole step, {result['case']['name']}"
+    work = {side: result["sides"][side]["token_passes"] for side in SIDES}
+
+    def one(of: str, key: str, promised: float | None) -> dict[str, Any]:
+        value = ratios[key]
+        quartiles = (value["quartile_1"], value["quartile_3"]) if "quartile_1" in value else None
+        bound = (
+            {}
+            if of == "peak memory"
+            else {"bound": work["trl"] / work["hpcgrpo"], "bound_is": "tokens computed"}
+        )
+        return row(f"{name}: TRL", value["median"], of=of, promised=promised, quartiles=quartiles, **bound)
+
+    clock = "samples/s" if case["device"] == "cuda" else "CPU-seconds"
+    key = "samples_per_second" if case["device"] == "cuda" else "cpu_seconds_per_step"
+    return [one(clock, key, case["target"]), one("peak memory", "peak_rss_bytes", 1.0)]
 
 
-def order(running: Side, steps: int) -> dict[str, Any]:
-    """Let a side run so many steps (0: stop) and return what it measured."""
-    assert running.process.stdin is not None
-    running.process.stdin.write(json.dumps({"steps": steps}) + "\n")
-    running.process.stdin.flush()
-    return reply(running.name, running.process, running.log)
-
-
-def one_turn(index: int, ours: Side, theirs: Side, steps: int) -> dict[str, list[dict[str, Any]]]:
-    """A block of steps of each side; who goes first alternates, so that a drift favours neither."""
-    first, second = (ours, theirs) if index % 2 == 0 else (theirs, ours)
-    return {s.name: order(s, steps)["steps"] for s in (first, second)}
-
-
-def summary(
-    case: Case,
-    turns: Sequence[Mapping[str, list[dict[str, Any]]]],
-    memory: Mapping[str, Any],
-    about: Mapping[str, Any],
-) -> dict[str, Any]:
+def summary(case: Case, measured: Measured) -> dict[str, Any]:
     """Medians over all steps of a side, and the ratios with their quartiles over the turns."""
-    sides = {name: side_summary(case, [s for t in turns for s in t[name]], memory[name]) for name in SIDES}
+    turns, memory = measured.turns, measured.memory
+    sides = {
+        name: side_summary(case, name, [s for t in turns for s in t[name]], memory[name]) for name in SIDES
+    }
     return {
         "case": asdict(case) | {"rows": case.rows},
         "sides": sides,
@@ -219,15 +143,27 @@ def summary(
             "peak_rss_bytes": {"median": sides["trl"]["peak_rss_bytes"] / sides["hpcgrpo"]["peak_rss_bytes"]},
         },
         "lengths_agree": lengths_agree(sides),
-        "about": about,
+        "about": measured.about,
     }
 
 
-def side_summary(case: Case, steps: Sequence[Mapping[str, Any]], memory: Mapping[str, Any]) -> dict[str, Any]:
+def token_passes(case: Case, lengths: Sequence[int], *, padded: bool) -> int:
+    """Forward passes of one token that a step takes: sampling one, training three (backward counts as two)."""
+    if padded:
+        return len(lengths) * (max(lengths) + 3 * (case.prompt_tokens + max(lengths)))
+    return 4 * sum(lengths) + 3 * case.prompts * case.prompt_tokens
+
+
+def side_summary(
+    case: Case, name: str, steps: Sequence[Mapping[str, Any]], memory: Mapping[str, Any]
+) -> dict[str, Any]:
     wall = statistics.median(s["wall_seconds"] for s in steps)
     lengths = [n for s in steps for n in s["lengths"]]
     assert len(lengths) == case.rows * len(steps), (len(lengths), case.rows, len(steps))
     return {
+        "token_passes": statistics.fmean(
+            token_passes(case, s["lengths"], padded=name == "trl") for s in steps
+        ),
         "samples_per_second": case.rows / wall,
         "wall_seconds_per_step": wall,
         "cpu_seconds_per_step": statistics.median(s["cpu_seconds"] for s in steps),

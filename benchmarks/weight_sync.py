@@ -28,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from _rows import add_device, row
 
 from hpcgrpo import ports, tiny
 from hpcgrpo.generation import broadcast
@@ -56,45 +57,59 @@ def build(hidden: int, layers: int, vocabulary: int) -> Any:
     )
 
 
-def join(rank: int, port: int, listener: socket.socket | None = None) -> broadcast.Group:
+def own_device(kind: str, rank: int) -> torch.device:
+    """Of the sender (rank 0) or the engine, which takes the first GPU: the two cannot share one."""
+    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", 1 - rank)
+
+
+def join(kind: str, rank: int, port: int, listener: socket.socket | None = None) -> broadcast.Group:
     """One of two ends on this machine."""
     return broadcast.Group(
         rank=rank,
         world_size=2,
-        backend="gloo",
+        backend="gloo" if kind == "cpu" else "nccl",
         own_address=ADDRESS,
         master=(ADDRESS, port),
-        device=torch.device("cpu"),
+        device=own_device(kind, rank),
         timeout_seconds=120.0,
         listener=listener,
     )
 
 
-def take(line: Connection, port: int, size_bytes: int, repeats: int) -> None:
+def take(line: Connection, kind: str, port: int, size_bytes: int, repeats: int) -> None:
     """The other process of the yardstick."""
     torch.set_num_threads(1)
     line.send("ready")
-    group, buffer = join(1, port), torch.empty(size_bytes, dtype=torch.uint8)
+    group = join(kind, 1, port)
+    buffer = torch.empty(size_bytes, dtype=torch.uint8, device=own_device(kind, 1))
     for _ in range(repeats):
         group.group.broadcast([buffer], torch.distributed.BroadcastOptions()).wait()
+    synchronize(kind)
     os._exit(0)
 
 
-def bandwidth(size_bytes: int, repeats: int) -> list[float]:
-    """Seconds of each plain gloo broadcast of so many bytes; the first, which touches the memory, is left out."""
+def synchronize(kind: str) -> None:
+    if kind == "cuda":
+        torch.cuda.synchronize()
+
+
+def bandwidth(kind: str, size_bytes: int, repeats: int) -> list[float]:
+    """Seconds of each plain broadcast of so many bytes; the first, which touches the memory, is left out."""
     listener = socket.create_server((ADDRESS, 0))
     port = listener.getsockname()[1]
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(
-        target=take, args=(there, port, size_bytes, repeats + 1)
+        target=take, args=(there, kind, port, size_bytes, repeats + 1)
     )
     process.start()
     here.recv()
-    group, buffer = join(0, port, listener), torch.ones(size_bytes, dtype=torch.uint8)
+    group = join(kind, 0, port, listener)
+    buffer = torch.ones(size_bytes, dtype=torch.uint8, device=own_device(kind, 0))
     seconds = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
         group.group.broadcast([buffer], torch.distributed.BroadcastOptions()).wait()
+        synchronize(kind)
         seconds.append(time.perf_counter() - began)
     group.close()
     process.join()
@@ -140,14 +155,16 @@ def pushes(
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Start the engine, then yardstick and pushes in turn."""
     torch.set_num_threads(1)
+    kind, device = options.device, own_device(options.device, 0)
     model = build(options.hidden, options.layers, options.vocabulary)
     size = sum(p.nbytes for p in model.parameters())
     tiny.save(model, tiny.build_character_tokenizer(), folder / "model")
+    model = model.to(device)
     secret_file = folder / "secret"
     secret_file.write_text(secrets.token_hex(16))
     secret_file.chmod(0o600)
     (held,) = ports.take(1, str(os.getpid()), ADDRESS)
-    plan = serve.ServePlan(str(folder / "model"), "float32", 128, 1, 1, 0.85, 2**26, True, 0, "cpu")
+    plan = serve.ServePlan(str(folder / "model"), "float32", 128, 1, 1, 0.85, 2**26, True, 0, kind)
     engines = serve.Engines(
         plan,
         address=ADDRESS,
@@ -160,7 +177,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     def make(transport: Any) -> WeightSync:
         return WeightSync(
             engines.urls, secret=engines.secret, rank=0, gather=lambda value: [value], transport=transport,
-            address=ADDRESS, device=torch.device("cpu"), bucket_bytes=options.bucket_mib * 2**20,
+            address=ADDRESS, device=device, bucket_bytes=options.bucket_mib * 2**20,
             timeout_seconds=300.0, folder=folder / "weights", dtype=torch.float32,
         )  # fmt: skip
 
@@ -170,15 +187,24 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             engines.poll()
             time.sleep(0.5)
         pid = engines.describe()[0]["pid"]
-        before = bandwidth(size, options.repeats)
+        before = bandwidth(kind, size, options.repeats)
         found = {
             name: pushes(model, make, name, pid, options.repeats) for name in ("process_group", "filesystem")
         }
-        plain = statistics.median(before + bandwidth(size, options.repeats))
+        plain = statistics.median(before + bandwidth(kind, size, options.repeats))
     finally:
         engines.stop()
         held.close()
     return {
+        "rows": [
+            row(
+                "weight sync, process group: plain broadcast",
+                plain / found["process_group"]["push_seconds"],
+                of="seconds of a push",
+                bound=1.0,
+                bound_is=f"{'nccl' if kind == 'cuda' else 'gloo'}, as many bytes",
+            )
+        ],
         "parameters": sum(p.numel() for p in model.parameters()),
         "bytes": size,
         "gloo_broadcast_seconds": plain,
@@ -197,6 +223,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=16384)
     parser.add_argument("--bucket-mib", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
+    add_device(parser)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

@@ -39,6 +39,7 @@ class Request:
 
     prompt_token_ids: tuple[int, ...]  # [P]
     seed: int
+    question: int | None = None  # the data's row; prompts of one begin alike, and are sampled alike long
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,9 @@ def test_each_engine_takes_whole_groups() -> None:
 def test_a_group_goes_where_its_question_was_read() -> None:
     homes = {1: "b", 2: "a", 3: "gone"}
     sent = taken(schedule(asked([1], [2], [3]), dict(homes)), {"a": 0, "b": 0})
-    assert {url for i, url in sent if i in (0, 1)} == {"b"} and {url for i, url in sent if i in (2, 3)} == {"a"}
+    assert {url for i, url in sent if i in (0, 1)} == {"b"} and {url for i, url in sent if i in (2, 3)} == {
+        "a"
+    }
     assert len({url for i, url in sent if i in (4, 5)}) == 1  # its engine is gone: another takes it whole
 
 

@@ -58,7 +58,9 @@ class Schedule:
     engines stay equally busy, and a group is split only where its engine falls `AHEAD` requests behind or is out.
     """
 
-    def __init__(self, groups: Iterable[list[int]], requests: Sequence[Request], homes: dict[Hashable, str]) -> None:
+    def __init__(
+        self, groups: Iterable[list[int]], requests: Sequence[Request], homes: dict[Hashable, str]
+    ) -> None:
         """`homes`: the engines that have read a question's prompt already; what is learnt here is noted there."""
         self.requests, self.homes = requests, homes
         self._again: deque[tuple[int, str]] = deque()  # requests that failed, and where

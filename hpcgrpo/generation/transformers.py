@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from hpcgrpo.generation.cache import ATTENTION, Slab
 from hpcgrpo.generation.decode import PLAIN_DECODERS, PlainDecoder
-from hpcgrpo.types import Completion, Request, Sampling
+from hpcgrpo.types import Arrived, Completion, Request, Sampling
 
 COMPACT_AT = 1 / 8  # share of ended rows at which they are taken out; moving them costs less than one step
 
@@ -59,15 +59,21 @@ class TransformersGenerator:
         self._is_eos = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=model.device)
         self._is_eos[list(eos_token_ids)] = True
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived | None = None
+    ) -> list[Completion]:
         """One completion per request, in their order; otherwise as `stream`."""
         answers: dict[int, Completion] = {}
-        self.stream(requests, sampling, answers.__setitem__)
+
+        def came(i: int, completion: Completion) -> None:
+            answers[i] = completion
+            if arrived is not None:
+                arrived(i, completion)
+
+        self.stream(requests, sampling, came)
         return [answers[i] for i in range(len(requests))]
 
-    def stream(
-        self, requests: Sequence[Request], sampling: Sampling, arrived: Callable[[int, Completion], None]
-    ) -> None:
+    def stream(self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived) -> None:
         """Give each request's number and completion to `arrived`, batch by batch.
 
         Token t of a request is the inverse of the cumulative softmax(logits / temperature) at the t-th number

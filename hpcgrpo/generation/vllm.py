@@ -18,7 +18,7 @@ from hpcgrpo.generation.http import Connection, NoAnswer
 from hpcgrpo.generation.prefix_cache import PrefixCache
 from hpcgrpo.generation.routing import Lengths, Schedule
 from hpcgrpo.generation.wire import Fault, Refused, body, read
-from hpcgrpo.types import Completion, Request, Sampling, Stopped
+from hpcgrpo.types import Arrived, Completion, Request, Sampling, Stopped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,7 @@ class _Work:
     sampling: Sampling
     minimum: int  # weights version that a completion must have been sampled with, or a later one
     todo: Schedule
-    arrived: Callable[[int, Completion], None]
+    arrived: Arrived
     answered: int = 0
     failures: dict[int, int] = field(default_factory=dict)  # bad answers by request
     lengths: dict[int, list[int]] = field(default_factory=dict)  # of completions, in tokens, by question
@@ -126,15 +126,21 @@ class VllmGenerator:
         rate = self._prefix_cache.rate()
         return {} if rate is None else {"generation/prefix_cache_hit_rate": rate}
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived | None = None
+    ) -> list[Completion]:
         """One completion per request, in their order; otherwise as `stream`."""
         answers: dict[int, Completion] = {}
-        self.stream(requests, sampling, answers.__setitem__)
+
+        def came(i: int, completion: Completion) -> None:
+            answers[i] = completion
+            if arrived is not None:
+                arrived(i, completion)
+
+        self.stream(requests, sampling, came)
         return [answers[i] for i in range(len(requests))]
 
-    def stream(
-        self, requests: Sequence[Request], sampling: Sampling, arrived: Callable[[int, Completion], None]
-    ) -> None:
+    def stream(self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived) -> None:
         """Give each request's number and completion to `arrived` as it comes; nothing is kept here.
 
         The weights behind it are at most `max_staleness` updates old.

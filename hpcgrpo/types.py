@@ -8,7 +8,7 @@ Standard library only; tensors appear in annotations alone. All values are froze
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,6 +39,7 @@ class Request:
 
     prompt_token_ids: tuple[int, ...]  # [P]
     seed: int
+    question: int | None = None  # the data's row; prompts of one begin alike, and are sampled alike long
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,9 @@ class Completion:
     seed: int
     weights_version: int = 0  # optimizer steps behind the weights that sampled it
     hint_length: int = 0  # its first tokens that the peer wrote (CoDistill), with the peer's log-probs
+
+
+Arrived = Callable[[int, Completion], None]  # takes a request's number and its completion, as it comes
 
 
 class Stopped(Exception):

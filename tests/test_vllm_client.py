@@ -88,7 +88,7 @@ def engines(pair: list[StandIn]) -> list[StandIn]:
     for engine in pair:
         if engine.process.poll() is not None:
             engine.start()
-        engine.script(faults=[], always={}, asked=[], peak=0, cancelled=0, connections=0)
+        engine.script(faults=[], always={}, asked=[], counters={}, peak=0, cancelled=0, connections=0)
     return pair
 
 
@@ -198,7 +198,8 @@ def test_what_each_engine_decoded_is_counted_for_itself(engines: list[StandIn]) 
 def test_load_is_shared_and_bounded(engines: list[StandIn]) -> None:
     for engine in engines:
         engine.script(always={"seconds": 0.05})
-    client(engines, max_concurrency=6).generate(made_requests(30), SAMPLING)
+    requests = [Request((1, 2, i), i) for i in range(30)]  # nothing to keep together
+    client(engines, max_concurrency=6).generate(requests, SAMPLING)
     logs = [e.log() for e in engines]
     assert [log["peak"] for log in logs] == [3, 3]
     assert sum(len(log["asked"]) for log in logs) == 30
@@ -210,6 +211,48 @@ def test_the_longest_prompts_go_first(engines: list[StandIn]) -> None:
     client(engines[:1], max_concurrency=1).generate(made_requests(10), SAMPLING)
     lengths = [len(a["prompt"]) for a in engines[0].log()["asked"]]
     assert lengths == sorted(lengths, reverse=True) and lengths[0] == 7
+
+
+def test_a_group_stays_on_one_engine_and_its_second_stage_with_it(engines: list[StandIn]) -> None:
+    """Ten questions of four, then prompts that hold a draft: each engine gets five whole groups of both, the same."""
+    generator = client(engines, max_concurrency=80)
+    first = [Request((9, q), q * 4 + i, question=q) for q in range(10) for i in range(4)]
+    second = [Request((9, q, 3, 3), q * 4 + i, question=q) for q in reversed(range(10)) for i in range(4)]
+    seen = []
+    for requests in (first, second):
+        for engine in engines:
+            engine.script(asked=[], always={"seconds": 0.02})
+        assert answered(generator.generate(requests, SAMPLING)) == wanted(requests)
+        asked = [[a["prompt"][1] for a in e.log()["asked"]] for e in engines]
+        assert [len(questions) for questions in asked] == [20, 20]
+        homes = [set(questions) for questions in asked]
+        assert not homes[0] & homes[1]
+        seen.append(homes)
+    assert seen[0] == seen[1]
+
+
+def test_what_took_longest_the_last_time_goes_first(engines: list[StandIn]) -> None:
+    generator = client(engines[:1], max_concurrency=1)
+    requests = [Request((1, q), q, question=q) for q in range(4)]
+    engines[0].script(faults=[{"tokens": n, "choice": {"finish_reason": "stop"}} for n in (2, 4, 1, 3)])
+    generator.generate(requests, SAMPLING)
+    engines[0].script(asked=[])
+    generator.update_weights(lambda: [], 3)
+    generator.generate(requests, SAMPLING)
+    assert [a["prompt"][1] for a in engines[0].log()["asked"]] == [1, 3, 0, 2]
+
+
+def test_engines_tell_how_much_of_the_prompts_they_had_read(engines: list[StandIn]) -> None:
+    """60 + 20 of 100 + 60 tokens; then 30 of 100 and, of an engine that was started again, 9 of 10."""
+    generator = client(engines)
+    for counts, rate in ((((100, 60), (60, 20)), 0.5), (((200, 90), (10, 9)), 39 / 110)):
+        for engine, (queries, hits) in zip(engines, counts, strict=True):
+            engine.script(counters={"queries": queries, "hits": hits})
+        assert generator.metrics() == {"generation/prefix_cache_hit_rate": rate}
+    assert generator.metrics() == {}
+    engines[1].kill()
+    engines[0].script(counters={"queries": 204, "hits": 91})
+    assert generator.metrics() == {"generation/prefix_cache_hit_rate": 0.25}
 
 
 def test_a_thousand_completions_take_under_three_cpu_seconds(engines: list[StandIn]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from hpcgrpo.generation.vllm import VllmGenerator
 from hpcgrpo.types import Completion, Request, Sampling, Stopped, stable_seed
 
 pytestmark = pytest.mark.slow
+BLOCK = 128  # tokens that vLLM keeps or forgets together on a CPU
 ENDS = {1, *range(20, 28)}  # so many that an untrained model comes across one
 
 
@@ -141,6 +143,48 @@ def test_requests_that_are_given_up_end_in_the_engine(generator: VllmGenerator, 
     while engine.state()["busy"]:
         assert time.monotonic() - ended < 10
         time.sleep(0.1)
+
+
+def test_a_prompt_is_read_once_for_its_group_and_its_second_stage(generator: VllmGenerator) -> None:
+    """Eight of a prompt of 200 tokens, then four of one that begins with its first 190: all but the first find a
+    whole block there."""
+    prompt = tuple(3 + i * 7 % 90 for i in range(200))
+    generator.metrics()
+    generator.generate([Request(prompt, i, question=1) for i in range(8)], Sampling(1.0, 4))
+    assert generator.metrics() == {"generation/prefix_cache_hit_rate": 7 * BLOCK / (8 * 200)}
+    refined = (*prompt[:190], *[5] * 40)
+    generator.generate([Request(refined, i, question=1) for i in range(4)], Sampling(1.0, 4))
+    assert generator.metrics() == {"generation/prefix_cache_hit_rate": 4 * BLOCK / (4 * 230)}
+
+
+@pytest.mark.parametrize("transport", ["process_group", "filesystem"])
+def test_nothing_read_with_older_weights_is_used_after_an_update(
+    generator: VllmGenerator,
+    engine: Server,  # noqa: F811
+    model: Any,
+    tmp_path: Path,
+    transport: str,
+) -> None:
+    """The same prompt before and after: no token of it is found, and the answers are the new weights' alone."""
+    newer = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in newer.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)))
+    requests = [Request(tuple(3 + i * 11 % 90 for i in range(200)), 0, question=2)]
+    generator.generate(requests, Sampling(0.0, 16))
+    for weights, version in ((newer, 1), (model, 2)):
+        held = [(name, p.detach()) for name, p in weights.named_parameters()]
+        sync = engine.sync(tmp_path, transport)
+        assert sync.push(lambda held=held: held, version) == [engine.url]
+        sync.close()
+        generator.update_weights(lambda: [], version)
+        generator.metrics()
+        mine = generator.generate(requests, Sampling(0.0, 16))
+        assert generator.metrics() == {"generation/prefix_cache_hit_rate": 0.0}
+        within = TransformersGenerator(weights, decode=generator.decode, eos_token_ids=ENDS)
+        theirs = within.generate(requests, Sampling(0.0, 16))
+        assert [c.token_ids for c in mine] == [c.token_ids for c in theirs] and apart(mine, theirs) < 1e-4
+    engine.push(model, 0, tmp_path)
 
 
 def test_another_model_name_ends_the_run(generator: VllmGenerator) -> None:

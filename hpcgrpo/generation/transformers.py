@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from hpcgrpo.generation.cache import ATTENTION, Slab
 from hpcgrpo.generation.decode import PLAIN_DECODERS, PlainDecoder
 from hpcgrpo.generation.decoded import Decoded
-from hpcgrpo.types import Completion, Request, Sampling
+from hpcgrpo.types import Arrived, Completion, Request, Sampling
 
 COMPACT_AT = 1 / 8  # share of ended rows at which they are taken out; moving them costs less than one step
 
@@ -56,19 +56,26 @@ class TransformersGenerator:
         self._decoder = PlainDecoder(model) if plain else None
         self.weights_version = 0
         self._decoded = Decoded()
+        self._asked_tokens = self._read_tokens = 0  # of prompts, since `metrics` was last asked
         self._whole = True  # False once an update broke off half-way
         self._is_eos = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=model.device)
         self._is_eos[list(eos_token_ids)] = True
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived | None = None
+    ) -> list[Completion]:
         """One completion per request, in their order; otherwise as `stream`."""
         answers: dict[int, Completion] = {}
-        self.stream(requests, sampling, answers.__setitem__)
+
+        def came(i: int, completion: Completion) -> None:
+            answers[i] = completion
+            if arrived is not None:
+                arrived(i, completion)
+
+        self.stream(requests, sampling, came)
         return [answers[i] for i in range(len(requests))]
 
-    def stream(
-        self, requests: Sequence[Request], sampling: Sampling, arrived: Callable[[int, Completion], None]
-    ) -> None:
+    def stream(self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived) -> None:
         """Give each request's number and completion to `arrived`, batch by batch.
 
         Token t of a request is the inverse of the cumulative softmax(logits / temperature) at the t-th number
@@ -95,6 +102,13 @@ class TransformersGenerator:
         """What was decoded since this was last asked, under no name: every rank has a model of its own."""
         done, self._decoded = self._decoded, Decoded()
         return {"": done}
+
+    def metrics(self) -> dict[str, float]:
+        """`generation/prefix_cache_hit_rate`: the share of prompt tokens since the last call that were not computed,
+        since their prompt had been in the same batch; {} where nothing was sampled."""
+        asked, read = self._asked_tokens, self._read_tokens
+        self._asked_tokens = self._read_tokens = 0
+        return {"generation/prefix_cache_hit_rate": 1 - read / asked} if asked else {}
 
     @torch.no_grad()
     def update_weights(self, tensors: Callable[[], Iterable[tuple[str, Tensor]]], version: int) -> None:
@@ -177,6 +191,8 @@ class TransformersGenerator:
         for length in sorted({len(p) for p in prompts}):
             batch = [i for i, p in enumerate(prompts) if len(p) == length]
             place = {p: n for n, p in enumerate(dict.fromkeys(prompts[i] for i in batch))}
+            self._asked_tokens += length * len(batch)
+            self._read_tokens += length * len(place)
             read = DynamicCache(config=self.model.config)
             last = self._last_logits(torch.tensor(list(place), device=device), read)
             if not slabs:

@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from hpcgrpo.generation.decoded import Decoded
 from hpcgrpo.generation.http import Connection, NoAnswer
+from hpcgrpo.generation.prefix_cache import PrefixCache
+from hpcgrpo.generation.routing import Lengths, Schedule
 from hpcgrpo.generation.wire import Fault, Refused, body, read
-from hpcgrpo.types import Completion, Request, Sampling, Stopped
+from hpcgrpo.types import Arrived, Completion, Request, Sampling, Stopped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 TRIES = 3  # bad answers to one request before it is dropped; rounds without any answer before the run ends
 POLL_SECONDS = 0.25
 PROBE_SECONDS = 10.0  # for an engine to say what it holds
+COUNT_SECONDS = 2.0  # for an engine to tell its counters
 LOOK_AGAIN_SECONDS = 2.0  # between looks at the engines that are out
 KEPT_REASONS = 16
 
@@ -56,13 +59,13 @@ class _Work:
     requests: Sequence[Request]
     sampling: Sampling
     minimum: int  # weights version that a completion must have been sampled with, or a later one
-    todo: deque[int]
-    arrived: Callable[[int, Completion], None]
+    todo: Schedule
+    arrived: Arrived
     answered: int = 0
     failures: dict[int, int] = field(default_factory=dict)  # bad answers by request
-    avoid: dict[int, str] = field(default_factory=dict)  # the url that failed a request last
+    lengths: dict[int, list[int]] = field(default_factory=dict)  # of completions, in tokens, by question
     dropped: dict[int, str] = field(default_factory=dict)  # why, by request
-    lengths: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # prompt, completion; by url
+    sizes: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # prompt, completion; by url
     systematic: bool = False  # a request was dropped for something that is not its own fault
 
 
@@ -106,25 +109,41 @@ class VllmGenerator:
         self._decoded: dict[str, Decoded] = {}
         self._secret = secret
         self._servers = [_Server(url.rstrip("/")) for url in urls]
+        self._lengths = Lengths()
+        self._homes: dict[Hashable, str] = {}  # the engine that has read a question, since the last update
+        self._prefix_cache = PrefixCache()
 
     def update_weights(self, tensors: Callable[[], Iterable[tuple[str, Tensor]]], version: int) -> None:
         """Push the weights to every engine; collective. `tensors` gives a fresh iterator: a push may be repeated."""
         holding = {url.rstrip("/") for url in self.sync.push(tensors, version)}
         self.weights_version = version
+        self._homes.clear()  # new weights leave nothing of what engines have read
         for server in self._servers:
             server.holds = server.url in holding
             if not server.holds:
                 server.last_error = f"it did not take the weights of version {version}"
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def metrics(self) -> dict[str, float]:
+        """`generation/prefix_cache_hit_rate`, as `PrefixCache.rate`; without engines that do not answer at once."""
+        asyncio.run(self._count())
+        rate = self._prefix_cache.rate()
+        return {} if rate is None else {"generation/prefix_cache_hit_rate": rate}
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived | None = None
+    ) -> list[Completion]:
         """One completion per request, in their order; otherwise as `stream`."""
         answers: dict[int, Completion] = {}
-        self.stream(requests, sampling, answers.__setitem__)
+
+        def came(i: int, completion: Completion) -> None:
+            answers[i] = completion
+            if arrived is not None:
+                arrived(i, completion)
+
+        self.stream(requests, sampling, came)
         return [answers[i] for i in range(len(requests))]
 
-    def stream(
-        self, requests: Sequence[Request], sampling: Sampling, arrived: Callable[[int, Completion], None]
-    ) -> None:
+    def stream(self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived) -> None:
         """Give each request's number and completion to `arrived` as it comes; nothing is kept here.
 
         The weights behind it are at most `max_staleness` updates old.
@@ -140,23 +159,24 @@ class VllmGenerator:
             raise ValueError(
                 "no weights were pushed to the vLLM engines: call update_weights before generate."
             )
-        longest_first = sorted(range(len(requests)), key=lambda i: -len(requests[i].prompt_token_ids))
         minimum = max(0, self.weights_version - self.max_staleness)
-        work = _Work(requests, sampling, minimum, deque(longest_first), arrived)
+        todo = Schedule(self._lengths.order(requests), requests, self._homes)
+        work = _Work(requests, sampling, minimum, todo, arrived)
         fruitless = 0
-        while work.todo:
+        while todo.left:
             before = work.answered + len(work.dropped)
             self._run(work, self._ask_all)
-            if not work.todo:
+            if not todo.left:
                 break
             fruitless = 0 if work.answered + len(work.dropped) > before else fruitless + 1
             if fruitless == TRIES:
                 raise RuntimeError(f"the vLLM engines take no request although they answer. {self._errors()}")
             self._recover(work)
         self._account(work)
-        for url, lengths in work.lengths.items():
+        for url, sizes in work.sizes.items():
             done = self._decoded.get(url, Decoded())
-            self._decoded[url] = done.then(Decoded.side_by_side(lengths))
+            self._decoded[url] = done.then(Decoded.side_by_side(sizes))
+        self._lengths.learn(work.lengths)
         for i in sorted(work.dropped):
             arrived(i, _aborted(requests[i]))
 
@@ -205,19 +225,20 @@ class VllmGenerator:
 
     async def _ask_all(self, work: _Work) -> None:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(self.max_concurrency, len(work.todo))):
+            for _ in range(min(self.max_concurrency, work.todo.left)):
                 group.create_task(self._lane(work))
 
     async def _lane(self, work: _Work) -> None:
-        """One request after the other, each to the engine with the fewest, over connections of its own."""
+        """One request after the other, each to the engine that the schedule says, over connections of its own."""
         connections: dict[str, Connection] = {}
         try:
-            while work.todo:
-                server = self._least_loaded(work.avoid.get(work.todo[0]))
-                if server is not None:
-                    if server.url not in connections:
-                        connections[server.url] = self._connection(server, work)
-                    await self._ask(work, work.todo.popleft(), server, connections[server.url])
+            while work.todo.left:
+                holding = {s.url: s for s in self._servers if s.holds}
+                if holding:
+                    i, url = work.todo.take({u: s.load for u, s in holding.items()})
+                    if url not in connections:
+                        connections[url] = self._connection(url, work.minimum)
+                    await self._ask(work, i, holding[url], connections[url])
                 elif any(s.probing or s.load for s in self._servers):
                     await asyncio.sleep(POLL_SECONDS)
                 else:
@@ -226,18 +247,13 @@ class VllmGenerator:
             for connection in connections.values():
                 connection.close()
 
-    def _connection(self, server: _Server, work: _Work) -> Connection:
+    def _connection(self, url: str, minimum: int = 0) -> Connection:
         headers = {
             "Authorization": f"Bearer {self._secret}",
-            "X-Minimum-Version": str(work.minimum),
+            "X-Minimum-Version": str(minimum),
             "Content-Type": "application/json",
         }
-        return Connection(server.url, headers)
-
-    def _least_loaded(self, avoid: str | None) -> _Server | None:
-        """The engine that holds the weights with the fewest requests; `avoid` only where it is the last."""
-        holding = [s for s in self._servers if s.holds]
-        return min(holding, key=lambda s: (s.url == avoid, s.load), default=None)
+        return Connection(url, headers)
 
     async def _ask(self, work: _Work, i: int, server: _Server, connection: Connection) -> None:
         """One try at one request: it is answered, dropped, or back among those to do."""
@@ -251,15 +267,16 @@ class VllmGenerator:
             server.last_error = str(fault)
             alive = await self._suspect(work, server)
             work.failures[i] = work.failures.get(i, 0) + (alive or fault.counts)
-            work.avoid[i] = server.url
             if work.failures[i] < TRIES:
-                work.todo.appendleft(i)
+                work.todo.repeat(i, server.url)
             else:
                 work.dropped[i], work.systematic = f"{server.url} failed: {fault}", True
         else:
             work.answered += 1
-            lengths = (len(work.requests[i].prompt_token_ids), len(completion.token_ids))
-            work.lengths.setdefault(server.url, []).append(lengths)
+            sizes = (len(work.requests[i].prompt_token_ids), len(completion.token_ids))
+            work.sizes.setdefault(server.url, []).append(sizes)
+            if (question := work.requests[i].question) is not None:
+                work.lengths.setdefault(question, []).append(len(completion.token_ids))
             work.arrived(i, completion)
             self.moved()
         finally:
@@ -302,7 +319,7 @@ class VllmGenerator:
         if server.probing:
             return
         server.probing, server.answers = True, False
-        connection = self._connection(server, work)
+        connection = self._connection(server.url)
         try:
             response = await connection.request("GET", "/hpcgrpo/state", timeout_seconds=PROBE_SECONDS)
             if response.status == 401:
@@ -318,6 +335,19 @@ class VllmGenerator:
         finally:
             server.probing = False
             connection.close()
+
+    async def _count(self) -> None:
+        await asyncio.gather(*(self._count_one(s.url) for s in self._servers))
+
+    async def _count_one(self, url: str) -> None:
+        connection = self._connection(url)
+        try:
+            response = await connection.request("GET", "/metrics", timeout_seconds=COUNT_SECONDS)
+        except (ConnectionError, NoAnswer):
+            return  # a number for the log: whether the engine is well is found out elsewhere
+        finally:
+            connection.close()
+        self._prefix_cache.read(url, response.text)
 
     def _recover(self, work: _Work) -> None:
         """Wait until an engine holds the weights, having them pushed again where one answers but holds others."""

@@ -10,22 +10,35 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from traceback import extract_tb
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 from hpcgrpo.rewards.accuracy import accuracy
-from hpcgrpo.rewards.base import Graded, Reward, RewardFunction, Run, text_of
+from hpcgrpo.rewards.base import Graded, Reward, RewardFunction, Run, Scope, text_of
+from hpcgrpo.rewards.early import Early
 from hpcgrpo.rewards.format import closing_tags, cppo_format, format_reward
 from hpcgrpo.rewards.gsm8k import cppo_gsm8k
 from hpcgrpo.rewards.judge import judge
 from hpcgrpo.rewards.overlong import overlong
 from hpcgrpo.types import Completion, Prompt, Score, stable_seed
 
-__all__ = ["REWARDS", "Graded", "Reward", "RewardFunction", "Rewards", "Run", "build", "text_of"]
+__all__ = [
+    "REWARDS",
+    "Graded",
+    "Grading",
+    "Reward",
+    "RewardFunction",
+    "Rewards",
+    "Run",
+    "Scope",
+    "build",
+    "text_of",
+]
 
 # name -> builder(run, **options); the keyword-only arguments are the options
 REWARDS: dict[str, Callable[..., Reward]] = {
@@ -63,21 +76,83 @@ class Rewards:
         Raises ValueError if a row lacks a column that a function needs, or if a function raises or returns
         anything but one finite number or None a completion.
         """
-        assert len(prompts) == len(completions)
-        if not completions:
-            return []
-        arguments = _arguments(prompts, completions)
-        graded = [
-            _call(name, reward, prompts, arguments)
-            for name, reward in zip(self.names, self.parts, strict=True)
-        ]
-        return [self._score(row) for row in zip(*graded, strict=True)]
+        with self.grading(prompts) as grading:
+            return grading.scores(completions)
 
-    def _score(self, row: Sequence[tuple[float | None, str | None]]) -> Score:
+    def grading(self, prompts: Sequence[Prompt]) -> Grading:
+        """The scoring of one completion of each of these prompts, which may come one by one; a context manager."""
+        return Grading(self, prompts)
+
+    def combine(self, row: Sequence[tuple[float | None, str | None]]) -> Score:
+        """The score of one completion from what each reward gave it, in their order."""
         parts = {name: value for name, (value, _) in zip(self.names, row, strict=True)}
         outcomes = {name: outcome for name, (_, outcome) in zip(self.names, row, strict=True) if outcome}
         weighted = (w * v for w, v in zip(self.weights, parts.values(), strict=True) if v is not None)
         return Score(reward=float(sum(weighted)), parts=parts, outcomes=outcomes)
+
+
+class Grading:
+    """Scores the completions of one call of the generator, as far as can be while others are still sampled.
+
+    A reward whose `scope` is "completion" is given a completion as it comes, one of "group" the completions of a prompt
+    once all have come (equal neighbours in `prompts` are a group), any other one everything at once in `scores`. The
+    scores are those of `Rewards.score`.
+    """
+
+    def __init__(self, rewards: Rewards, prompts: Sequence[Prompt]) -> None:
+        self.rewards, self.prompts = rewards, prompts
+        self._names = dict.fromkeys(name for p in prompts for name in p.columns)
+        self._came: dict[int, Completion] = {}
+        groups = [[*numbers] for _, numbers in groupby(range(len(prompts)), lambda i: id(prompts[i]))]
+        self._group_of = {i: group for group in groups for i in group}
+        self._early = {
+            name: Early(functools.partial(self._call, name, reward))
+            for name, reward in zip(rewards.names, rewards.parts, strict=True)
+            if reward.scope != "batch"
+        }
+
+    def __enter__(self) -> Grading:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for early in self._early.values():
+            early.leave()
+
+    def submit(self, i: int, completion: Completion) -> None:
+        """The completion of the i-th prompt has come; returns at once."""
+        self._add({i: completion})
+
+    def scores(self, completions: Sequence[Completion]) -> list[Score]:
+        """One score a completion, in order, with those that were not submitted; otherwise as `Rewards.score`."""
+        assert len(self.prompts) == len(completions)
+        self._add({i: c for i, c in enumerate(completions) if i not in self._came})
+        if not completions:
+            return []
+        graded = {
+            name: self._call(name, reward, [*range(len(completions))])
+            for name, reward in zip(self.rewards.names, self.rewards.parts, strict=True)
+            if name not in self._early
+        }
+        graded |= {name: early.collect() for name, early in self._early.items()}
+        rows = zip(*(graded[name] for name in self.rewards.names), strict=True)
+        return [self.rewards.combine(row) for row in rows]
+
+    def _add(self, completions: Mapping[int, Completion]) -> None:
+        if not completions:
+            return
+        self._came.update(completions)
+        groups = {id(self._group_of[i]): self._group_of[i] for i in completions}.values()
+        whole = [i for group in groups if all(j in self._came for j in group) for i in group]
+        for name, reward in zip(self.rewards.names, self.rewards.parts, strict=True):
+            numbers = [*completions] if reward.scope == "completion" else whole
+            if name in self._early and numbers:
+                self._early[name].add(numbers)
+
+    def _call(
+        self, name: str, reward: Reward, numbers: Sequence[int]
+    ) -> list[tuple[float | None, str | None]]:
+        prompts, completions = [self.prompts[i] for i in numbers], [self._came[i] for i in numbers]
+        return _call(name, reward, prompts, _arguments(prompts, completions, self._names))
 
 
 def build(
@@ -154,7 +229,12 @@ def _user_reward(key: str, options: dict[str, Any]) -> Reward:
     parameters = _parameters(function)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         _check_options(key, options, parameters)
-    return Reward(functools.partial(function, **options) if options else function)
+    scope: Any = getattr(function, "scope", "batch")
+    if scope not in get_args(Scope):
+        raise ValueError(
+            f"rewards: {key}: its scope is {scope!r}; it must be one of {', '.join(get_args(Scope))}"
+        )
+    return Reward(functools.partial(function, **options) if options else function, scope=scope)
 
 
 def _import(key: str, place: str) -> ModuleType:
@@ -198,9 +278,10 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 # ------------------------------------------------------------------------------------------------- scoring
 
 
-def _arguments(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> dict[str, list[Any]]:
-    """TRL's keyword arguments: prompts and completions as text or messages, token ids, the rows' columns."""
-    names = dict.fromkeys(name for p in prompts for name in p.columns)
+def _arguments(
+    prompts: Sequence[Prompt], completions: Sequence[Completion], names: Iterable[str]
+) -> dict[str, list[Any]]:
+    """TRL's keyword arguments: prompts and completions as text or messages, token ids, the rows' columns `names`."""
     return {
         **{name: [p.columns.get(name) for p in prompts] for name in names},
         "prompts": [_prompt(p) for p in prompts],

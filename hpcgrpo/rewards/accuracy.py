@@ -45,4 +45,4 @@ def accuracy(
             outcomes[i] = outcome
         return [(1.0 if outcome == "right" else 0.0, outcome) for outcome in outcomes]
 
-    return Reward(function, columns=(answer_column,), close=grader.close)
+    return Reward(function, columns=(answer_column,), close=grader.close, scope="completion")

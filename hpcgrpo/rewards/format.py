@@ -28,7 +28,7 @@ def format_reward(run: Run, *, strict: bool = False, think_in_prompt: bool = Fal
         opening = "<think>" if think_in_prompt else ""
         return [float(well_formed(opening + text_of(c), strict=strict)) for c in completions]
 
-    return Reward(function)
+    return Reward(function, scope="completion")
 
 
 def cppo_format(run: Run, *, think_in_prompt: bool = False) -> Reward:
@@ -42,4 +42,4 @@ def closing_tags(run: Run) -> Reward:
     def function(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
         return [sum(text_of(c).count(tag) == 1 for tag in ("</think>", "</answer>")) / 2 for c in completions]
 
-    return Reward(function)
+    return Reward(function, scope="completion")

@@ -42,4 +42,4 @@ def cppo_gsm8k(run: Run, *, answer_column: str = "answer") -> Reward:
             for value, answer in zip(values, answers, strict=True)
         ]
 
-    return Reward(function, columns=(answer_column,))
+    return Reward(function, columns=(answer_column,), scope="completion")

@@ -113,7 +113,7 @@ def judge(
         ):
             return list(pool.map(functools.partial(ask, client), texts))
 
-    return Reward(function)
+    return Reward(function, scope="completion")
 
 
 def _check(base_url: str, template: str, retries: int, timeout_seconds: float, max_concurrency: int) -> None:

@@ -31,4 +31,4 @@ def overlong(run: Run, *, max_length: int | None = None, cache_length: int | Non
     ) -> list[float]:
         return [soft_penalty(len(ids), limit, cache) for ids in completion_ids]
 
-    return Reward(function)
+    return Reward(function, scope="completion")

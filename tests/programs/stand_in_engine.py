@@ -24,6 +24,7 @@ class StandIn:
         self.faults: list[dict[str, Any]] = []
         self.always: dict[str, Any] = {}
         self.asked: list[dict[str, Any]] = []
+        self.counters: dict[str, float] = {}  # of the prefix cache, as /metrics tells them
         self.busy = self.peak = self.cancelled = self.connections = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -68,6 +69,9 @@ class StandIn:
             return 200, {name: getattr(self, name) for name in shown}, {}
         if headers.get("authorization") != f"Bearer {self.secret}":
             return 401, {"error": "unauthorized"}, {}
+        if path == "/metrics":
+            rows = self.counters.items()
+            return 200, "".join(f'vllm:prefix_cache_{k}_total{{engine="0"}} {v}\n' for k, v in rows), {}
         if path == "/hpcgrpo/state":
             return 200, {"instance": "a", "version": self.version, "busy": self.busy}, {}
         self.asked.append({**data, "minimum": headers.get("x-minimum-version")})
@@ -106,7 +110,7 @@ class StandIn:
 
 def response(status: int, body: Any, more: dict[str, str]) -> bytes:
     """An HTTP answer."""
-    raw = json.dumps(body).encode()
+    raw = (body if isinstance(body, str) else json.dumps(body)).encode()
     lines = [
         f"HTTP/1.1 {status} {REASONS.get(status, 'Internal Server Error')}",
         "Content-Type: application/json",

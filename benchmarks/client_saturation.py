@@ -1,0 +1,194 @@
+"""Whether one client keeps eight vLLM engines busy, and what a request costs it, beside a client on httpx.
+
+    .venv/bin/python benchmarks/client_saturation.py [--engines 8] [--capacity 32] [--tokens-per-second 10000] [--json]
+
+The engines are stand-ins of known speed (`_stand_in_engines.py`); requests and answers are what goes to and comes from
+vLLM: prompts of 512 to 2,048 tokens in groups of 8, completions of up to 4,096 tokens with their log-probs, checked and
+decoded. Both clients take turns in this process and read each answer by the same function.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import httpx
+from _stand_in_engines import VOCABULARY, drawn_lengths, stand_ins
+
+from hpcgrpo.generation.http import Response
+from hpcgrpo.generation.vllm import VllmGenerator
+from hpcgrpo.generation.wire import body, read
+from hpcgrpo.types import Request, Sampling
+
+GROUP, LONGEST, MEAN, ANSWERS = 8, 4096, 1024.0, 64
+PROMPT_LENGTHS = (512, 2048)
+SAMPLING = Sampling(temperature=1.0, max_completion_length=LONGEST)
+Client = Callable[[Sequence[str], Sequence[Request], int], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One client's way through all requests."""
+
+    requests: int
+    seconds: float
+    cpu_seconds: float
+    bound: float  # requests a second that the engines can give
+
+    @property
+    def fraction(self) -> float:
+        return self.requests / self.seconds / self.bound
+
+
+class Started:
+    """A sync for engines that hold their weights from the start."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.urls = list(urls)
+
+    def push(self, tensors: Any, version: int) -> list[str]:
+        return self.urls
+
+
+def ours(
+    decode: Callable[[Sequence[int]], str], urls: Sequence[str], requests: Sequence[Request], lanes: int
+) -> None:
+    """The run's own client, as a learner rank has it."""
+    client = VllmGenerator(
+        urls=urls,
+        secret="s",
+        sync=Started(urls),
+        decode=decode,
+        stop_token_ids=[2],
+        max_concurrency=lanes,
+        request_timeout_seconds=600.0,
+        server_timeout_seconds=60.0,
+        max_staleness=0,
+        stopping=lambda: False,
+        starved=lambda: None,
+        moved=lambda: None,
+    )
+    client.update_weights(list, 0)
+    client.stream(requests, SAMPLING, lambda i, completion: None)
+
+
+def on_httpx(
+    decode: Callable[[Sequence[int]], str], urls: Sequence[str], requests: Sequence[Request], lanes: int
+) -> None:
+    """The obvious alternative: httpx.AsyncClient, engines in turn, as many requests in flight."""
+
+    async def lane(client: httpx.AsyncClient, todo: Any) -> None:
+        for i, url in todo:
+            content = body(requests[i], SAMPLING, model="policy", stop_token_ids=[2])
+            headers = {
+                "Authorization": "Bearer s",
+                "X-Minimum-Version": "0",
+                "Content-Type": "application/json",
+            }
+            answer = await client.post(f"{url}/v1/completions", content=content, headers=headers)
+            response = Response(url, answer.status_code, answer.headers, answer.content)
+            read(response, requests[i], SAMPLING, minimum=0, decode=decode, check_echo=not i)
+
+    async def run() -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
+        todo = iter(zip(range(len(requests)), cycle(urls), strict=False))
+        async with httpx.AsyncClient(limits=limits, timeout=600.0, trust_env=False) as client:
+            await asyncio.gather(*(lane(client, todo) for _ in range(lanes)))
+
+    asyncio.run(run())
+
+
+def made_requests(count: int) -> list[Request]:
+    """Groups of one prompt each."""
+    draws = random.Random(1)
+    prompts = [
+        tuple(draws.randrange(VOCABULARY) for _ in range(draws.randint(*PROMPT_LENGTHS)))
+        for _ in range(-(-count // GROUP))
+    ]
+    return [Request(prompts[i // GROUP], seed=i, question=i // GROUP) for i in range(count)]
+
+
+def decoder() -> Callable[[Sequence[int]], str]:
+    """A byte-level tokenizer's decode, with as many tokens as Qwen2's."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(vocab={f"Ġ{i:x}": i for i in range(VOCABULARY)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return partial(PreTrainedTokenizerFast(tokenizer_object=tokenizer).decode, skip_special_tokens=True)
+
+
+def timed(client: Client, urls: Sequence[str], requests: Sequence[Request], lanes: int, bound: float) -> Run:
+    began, cpu = time.perf_counter(), time.process_time()
+    client(urls, requests, lanes)
+    return Run(len(requests), time.perf_counter() - began, time.process_time() - cpu, bound)
+
+
+def measure(options: argparse.Namespace) -> dict[str, list[Run]]:
+    """Every client's runs, taking turns."""
+    lengths = drawn_lengths(ANSWERS, mean=MEAN, longest=LONGEST)
+    lanes = options.engines * options.capacity
+    seconds = options.capacity * statistics.mean(lengths) / options.tokens_per_second
+    requests, bound = made_requests(options.waves * lanes), lanes / seconds
+    decode = decoder()
+    clients: dict[str, Client] = {"ours": partial(ours, decode), "httpx": partial(on_httpx, decode)}
+    runs: dict[str, list[Run]] = {name: [] for name in clients}
+    with stand_ins(
+        options.engines, capacity=options.capacity, seconds=seconds, lengths=lengths, longest=LONGEST
+    ) as urls:
+        for _ in range(options.rounds):
+            for name, client in clients.items():
+                runs[name].append(timed(client, urls, requests, lanes, bound))
+    return runs
+
+
+def line(name: str, runs: Sequence[Run], tokens_per_second: float) -> str:
+    seconds, cpu = (statistics.median(x) for x in ([r.seconds for r in runs], [r.cpu_seconds for r in runs]))
+    each = cpu / runs[0].requests
+    reached = runs[0].requests / seconds
+    engines = 1 / each / (runs[0].bound / tokens_per_second)
+    return (
+        f"{name:6}{runs[0].bound:10.1f}{reached:10.1f}{reached / runs[0].bound:10.1%}{cpu / seconds:10.2f}"
+        f"{1000 * each:12.2f}{engines:12.1f}"
+    )
+
+
+def main() -> None:
+    """Print the table, or one JSON object with every run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--engines", type=int, default=8)
+    parser.add_argument("--capacity", type=int, default=32, help="completions at once, of one engine")
+    parser.add_argument("--tokens-per-second", type=float, default=10_000, help="of one engine")
+    parser.add_argument("--waves", type=int, default=6, help="requests: so many times engines x capacity")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    runs = measure(options)
+    if options.json:
+        print(
+            json.dumps(
+                {name: [asdict(r) | {"fraction": r.fraction} for r in rs] for name, rs in runs.items()}
+            )
+        )
+        return
+    print(
+        f"{'client':6}{'bound/s':>10}{'reached/s':>10}{'fraction':>10}{'cores':>10}{'CPU ms each':>12}{'engines':>12}"
+    )
+    for name, rs in runs.items():
+        print(line(name, rs, options.engines))
+    print("engines: of this speed, that one core of client would keep busy")
+
+
+if __name__ == "__main__":
+    main()

@@ -62,8 +62,8 @@ def settings(case: dict[str, Any]) -> dict[str, Any]:
 def watch(run: Run, clock: StepClock) -> None:
     """Put phase clocks around what the loop calls."""
     trainer, learner = run.trainer, run.trainer.learner
-    trainer.generator.generate = clock.timed(trainer.generator.generate, "generate")  # type: ignore[method-assign]
-    trainer.score = clock.timed(trainer.score, "score")
+    trainer.explorer.generator.generate = clock.timed(trainer.explorer.generator.generate, "generate")  # type: ignore[method-assign]
+    trainer.explorer.score = clock.timed(trainer.explorer.score, "score")
     trainer.algorithm = replace(trainer.algorithm, loss=clock.timed(trainer.algorithm.loss, "forward"))
     time_forward(learner.model, clock)
     backward: Callable[..., Any] = clock.timed(torch.Tensor.backward, "backward")

@@ -156,11 +156,11 @@ def measure(trainer: Trainer, options: argparse.Namespace) -> dict[str, list[Tim
 
 def step(trainer: Trainer, case: Case) -> Times:
     """One step of the loop, from the run's first question on; wall and CPU seconds by phase, and what it held."""
-    trainer.algorithm = case.algorithm
-    trainer.setup = replace(trainer.setup, prompts_per_step=case.prompts)
+    trainer.algorithm = trainer.explorer.algorithm = case.algorithm
+    trainer.setup = trainer.explorer.setup = replace(trainer.setup, prompts_per_step=case.prompts)
     trainer.progress.position = 0
     times: Times = {}
-    groups = timed(times, "explore", trainer.explore)
+    groups = timed(times, "explore", lambda: trainer.explore().groups)
     credited = timed(times, "explore", lambda: batching.credit(groups, case.algorithm))
     timed(times, "update", lambda: trainer.learn(credited))
     timed(times, "sync", trainer.sync)

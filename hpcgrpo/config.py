@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from hpcgrpo import rewards
 from hpcgrpo.algorithms.base import Algorithm
+from hpcgrpo.algorithms.schema import layers
 from hpcgrpo.arithmetic import arithmetic
 from hpcgrpo.config_file import ConfigError, expand, override, read, read_tree, section_of, without_resets
 from hpcgrpo.sections import ClusterConfig, GenerationConfig, RunConfig, TrainConfig
@@ -47,6 +48,8 @@ ALIASES = {
     "dataset_name": "data.name",
     "dataset_path": "data.path",
     "eval_steps": "eval.every_steps",
+    "async_level": "generation.async_steps (0 or 1)",
+    "max_async_level": "generation.async_steps (0 or 1)",
     "extends": "a key of files alone, at their top level",
 }
 
@@ -96,7 +99,7 @@ def _checked(values: Any, where: Callable[[Sequence[str]], str]) -> RunConfig:
         _check_gpus(config.cluster, config.generation)
         _check_peer(config, algorithm)
         _check_peer_gpus(config)
-        arithmetic(config, algorithm, rows=None)
+        _check_ahead(config.generation, algorithm, arithmetic(config, algorithm, rows=None).updates_per_step)
     except ValueError as error:
         raise ConfigError(f"{where([])}: {error}") from None
     return config
@@ -174,6 +177,30 @@ def _check_gpus(cluster: ClusterConfig, generation: GenerationConfig) -> None:
         raise ValueError(
             f"generation.vllm_tensor_parallel_size is {split}, which does not divide cluster.gpus_per_node {gpus}:"
             f" {gpus % split} GPUs of each node would idle; use one of {fits}"
+        )
+
+
+def _check_ahead(generation: GenerationConfig, algorithm: Algorithm, updates: int) -> None:
+    """Whether what is sampled ahead can be, and its weights are corrected for."""
+    behind, most = generation.async_steps * updates, generation.max_staleness
+    if generation.async_steps and generation.drafts_ahead:
+        raise ValueError("generation: async_steps samples the drafts ahead as well; leave drafts_ahead out")
+    if generation.drafts_ahead and not algorithm.num_drafts:
+        raise ValueError(
+            f"generation.drafts_ahead: true, but algorithm {algorithm.name} has no drafts; leave it out, or set"
+            " generation.async_steps: 1"
+        )
+    if most is not None and most < behind:
+        raise ValueError(
+            f"generation.max_staleness: {most}, but with async_steps 1 the sampling weights are {behind} optimizer"
+            f" steps old; set max_staleness: {behind} or leave it out"
+        )
+    trained = generation.async_steps or (generation.drafts_ahead and algorithm.options.get("train_drafts"))
+    corrections = [x.get("importance_sampling_correction", "none") for x in layers(algorithm.options)]
+    if trained and set(corrections) == {"none"}:
+        raise ValueError(
+            "generation.async_steps: 1 trains on completions of older weights, which importance weights must correct;"
+            " set the algorithm's importance_sampling_correction (token_truncate is its default), or async_steps: 0"
         )
 
 

@@ -67,7 +67,7 @@ class Share:
 
 def share(trainer: Trainer, profile: Profile) -> Share:
     """What this rank did since it was last asked; the seconds are those of the step at hand."""
-    policies: dict[str, tuple[Any, Any]] = {ACTOR: (trainer.learner, trainer.generator)}
+    policies: dict[str, tuple[Any, Any]] = {ACTOR: (trainer.learner, trainer.explorer.generator)}
     if trainer.peer is not None:
         policies[PEER] = (trainer.peer.learner, trainer.peer.generator)
     phases = profile.step.phases

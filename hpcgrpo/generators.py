@@ -10,13 +10,14 @@ from typing import Any, Literal
 
 from hpcgrpo.attempt import Attempt
 from hpcgrpo.config import ConfigError
+from hpcgrpo.exploring import Generator
 from hpcgrpo.generation.transformers import TransformersGenerator
 from hpcgrpo.generation.vllm import VllmGenerator
 from hpcgrpo.generation.weights import WeightSync
 from hpcgrpo.learning import parity
 from hpcgrpo.learning.fsdp import FsdpLearner
 from hpcgrpo.sections import RunConfig
-from hpcgrpo.trainer import Generator, Trainer
+from hpcgrpo.trainer import Trainer
 from hpcgrpo.types import Stopped
 
 
@@ -108,9 +109,9 @@ def engines_client(
         max_concurrency=generation.vllm_max_concurrency,
         request_timeout_seconds=generation.vllm_request_timeout,
         server_timeout_seconds=generation.vllm_server_timeout,
-        max_staleness=generation.max_staleness,
+        max_staleness=trainer.setup.spare_staleness,
         stopping=attempt.urgent,
-        starved=trainer.starved,
+        starved=trainer.explorer.starved,
         moved=attempt.beat,
     )
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from hpcgrpo.trainer import Generator, Trainer
+from hpcgrpo.exploring import Explorer, Generator
 from hpcgrpo.types import Prompt, Rollout, Sampling, stable_seed
 
 Answers = dict[str, list[Rollout]]  # by the metrics' prefix: eval, eval/two_pass, eval/empty_draft, ...
@@ -14,7 +14,7 @@ MOVES = 0.8  # of the single pass's reward that the policy should reach after an
 
 
 def evaluate(
-    trainer: Trainer,
+    explorer: Explorer,
     prompts: Sequence[Prompt],
     *,
     temperature: float,
@@ -29,20 +29,20 @@ def evaluate(
     also an empty draft and a spoilt one. `generator` None is the actor's. Collective; prompts are shared over the
     ranks and every rank gets the metrics and all answers.
     """
-    sampling = Sampling(temperature, trainer.setup.max_completion_length)
-    mine = prompts[trainer.ranks.rank :: trainer.ranks.size]
+    sampling = Sampling(temperature, explorer.setup.max_completion_length)
+    mine = prompts[explorer.ranks.rank :: explorer.ranks.size]
 
     def answered(asked: Sequence[Prompt], stage: str) -> list[Rollout]:
-        return [r[0] for r in trainer.rollouts(asked, 1, stage, sampling, generator=generator)]
+        return [r[0] for r in explorer.rollouts(asked, 1, stage, sampling, generator=generator)]
 
     first = answered(mine, "eval")
-    answers = {prefix: _everyone(trainer, first)}
+    answers = {prefix: _everyone(explorer, first)}
     passes = {"two_pass": _own, **({"empty_draft": _empty, "spoilt_draft": _spoilt} if forms else {})}
     for name, draft in passes.items() if template is not None else ():
-        limit = trainer.setup.max_refine_prompt_length
-        asked = [trainer.refine(r.prompt, draft(r), template=template, max_length=limit) for r in first]
+        limit = explorer.setup.max_refine_prompt_length
+        asked = [explorer.refine(r.prompt, draft(r), template=template, max_length=limit) for r in first]
         again = answered(asked, f"eval-{name.replace('_', '-')}")
-        answers[f"{prefix}/{name}"] = _everyone(trainer, again)
+        answers[f"{prefix}/{name}"] = _everyone(explorer, again)
     metrics = {k: v for name, rollouts in answers.items() for k, v in _means(name, rollouts).items()}
     return metrics, answers
 
@@ -96,8 +96,8 @@ def _kind(form: str) -> str:
     return {"empty_draft": "an empty", "spoilt_draft": "a spoilt"}[form]
 
 
-def _everyone(trainer: Trainer, mine: Sequence[Rollout]) -> list[Rollout]:
-    rollouts = [r for share in trainer.exchange(list(mine)) for r in share]
+def _everyone(explorer: Explorer, mine: Sequence[Rollout]) -> list[Rollout]:
+    rollouts = [r for share in explorer.exchange(list(mine)) for r in share]
     return sorted(rollouts, key=lambda r: r.prompt.position)
 
 

@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from hpcgrpo.batching import Credited, Plan
-from hpcgrpo.types import Progress, Rollout, flatten
+from hpcgrpo.types import Group, Progress, Rollout, flatten
 
 
 def rollout_metrics(credited: Credited, progress: Progress) -> dict[str, float]:
@@ -39,6 +39,14 @@ def rollout_metrics(credited: Credited, progress: Progress) -> dict[str, float]:
         **_drafts(credited, drafts),
         **_hints(rollouts),
     }
+
+
+def staleness(groups: Sequence[Group], updates: int) -> dict[str, float]:
+    """How many optimizer steps the weights that sampled lie behind those that begin to learn from it."""
+    behind = [updates - r.completion.weights_version for g in groups for r in g.rollouts]
+    if not behind:
+        return {"sampling/staleness/max": 0.0}
+    return {"sampling/staleness/mean": fmean(behind), "sampling/staleness/max": float(max(behind))}
 
 
 def _hints(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -7,12 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 
-from hpcgrpo import checkpoint_folder, flops, profiler, rewards
+from hpcgrpo import ahead, checkpoint_folder, flops, profiler, rewards
 from hpcgrpo.algorithms.base import Algorithm
 from hpcgrpo.algorithms.igrpo import REFINE_TEMPLATE, template_of
 from hpcgrpo.arithmetic import Arithmetic
@@ -107,7 +108,7 @@ def _until_stopped(run: Run) -> Iterator[StepRecord]:
         said = trainer.gather((profiler.peak_memory_gb(), stop, share))
         metrics |= _timed(run, metrics) | _used(run, [share for _, _, share in said])
         metrics["perf/peak_memory_gb"] = max(peak for peak, _, _ in said)
-        metrics["epoch"] = trainer.progress.position / len(trainer.prompts)
+        metrics["epoch"] = trainer.progress.position / len(trainer.explorer.prompts)
         run.step_seconds = [*run.step_seconds, metrics["step_time"]][-SLOWEST_OF:]
         yield StepRecord(record.step, metrics, record.credited, answers)
         _note(run)
@@ -157,7 +158,7 @@ def held_out(run: Run, *, forms: bool) -> tuple[dict[str, float], Answers]:
     template = settings.refine_template or own or REFINE_TEMPLATE
     drafted = own is not None if settings.draft_forms is None else settings.draft_forms
     found, answers = evaluate(
-        run.trainer,
+        run.trainer.explorer,
         run.held_out,
         temperature=settings.temperature,
         template=template if settings.two_pass else None,
@@ -167,7 +168,7 @@ def held_out(run: Run, *, forms: bool) -> tuple[dict[str, float], Answers]:
         run.trainer.peer_answers = True
         run.trainer.sync_peer()
         theirs = evaluate(
-            run.trainer,
+            run.trainer.explorer,
             run.held_out,
             temperature=settings.temperature,
             template=None,
@@ -211,11 +212,14 @@ def save(run: Run, *, wait: bool) -> None:
 
 
 def _export(run: Run, folder: Path) -> Callable[[], None]:
-    """The actor in the checkpoint's folder as transformers loads it, a peer that trains in `peer` below it."""
+    """The actor in the checkpoint's folder as transformers loads it, a peer that trains in `peer` below it, and what
+    was sampled ahead."""
     writes = [
         export(learner, folder / name if name else folder, learner.dtype, run.tokenizer)
         for name, learner in _learners(run.trainer).items()
     ]
+    if run.trainer.ranks.rank == 0:
+        writes.append(partial(ahead.save, folder, run.trainer.ready, run.trainer.explorer.setup))
 
     def write() -> None:
         for each in writes:
@@ -258,7 +262,7 @@ def lead(run: Run) -> None:
         )
     for path in checkpoint_folder.damaged(config.folder / "checkpoints"):
         print(f"warning: {path} is damaged or incomplete; passed over", file=run.summary, flush=True)
-    too_long = getattr(run.trainer.prompts, "num_too_long", 0)
+    too_long = getattr(run.trainer.explorer.prompts, "num_too_long", 0)
     if too_long:
         print(
             f"left out {too_long} questions longer than max_prompt_length {config.generation.max_prompt_length}",

@@ -64,9 +64,20 @@ class GenerationConfig(_Section):
     weight_sync: Literal["process_group", "filesystem"] = "process_group"
     weight_sync_bucket_bytes: int = Field(2**28, ge=1)  # whole tensors that rank 0 holds at once
     weight_sync_timeout: float = Field(600.0, gt=0)  # seconds
-    max_staleness: int = Field(0, ge=0)  # optimizer steps that sampling weights may lie behind the learner's
+    async_steps: int = Field(
+        0, ge=0, le=1
+    )  # 1: a step's completions are sampled while the one before is learnt
+    drafts_ahead: bool = False  # iGRPO: the same for the drafts alone; refinements stay on-policy
+    max_staleness: int | None = Field(
+        None, ge=0
+    )  # optimizer steps that sampling weights may lie behind the learner's; None: as many as async_steps takes
     parity_threshold: float | None = Field(None, gt=0)  # mean |log-prob difference|, nats; None: by dtype
     parity_check: bool = True  # stop before the first update where generator and learner disagree
+
+    @property
+    def ahead(self) -> Literal["drafts", "step"] | None:
+        """What of the next step is sampled while one is learnt."""
+        return "step" if self.async_steps else "drafts" if self.drafts_ahead else None
 
     @model_validator(mode="after")
     def _whole_distribution(self) -> GenerationConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hpcgrpo import rewards
+from hpcgrpo import ahead, rewards
 from hpcgrpo.arithmetic import Arithmetic, arithmetic
 from hpcgrpo.attempt import Attempt
 from hpcgrpo.config import ConfigError
+from hpcgrpo.exploring import Explorer, Setup
 from hpcgrpo.generators import build_generator, parity_check
 from hpcgrpo.journal import FolderInUse, claim
 from hpcgrpo.learning import checkpoint
@@ -30,7 +31,7 @@ from hpcgrpo.profiler import Profile
 from hpcgrpo.running import Run, lead, load_training_state, steps, training_state
 from hpcgrpo.sections import RunConfig
 from hpcgrpo.tasks import Prompts, Renderer, build_prompts, build_renderer, load_rows
-from hpcgrpo.trainer import Peer, Setup, Trainer
+from hpcgrpo.trainer import Peer, Trainer
 from hpcgrpo.types import Progress, Prompt, Stopped
 
 GATHER_MINUTES = 60  # how long a rank waits for the slowest one, on gloo
@@ -44,6 +45,10 @@ class GlooRanks:
     rank: int
     size: int
     group: dist.ProcessGroup
+
+    def another(self) -> GlooRanks:
+        """The same ranks on a group of their own, for another thread; collective."""
+        return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(minutes=GATHER_MINUTES)))
 
     def wait(self) -> None:
         if self.size > 1:
@@ -159,25 +164,34 @@ def assemble(config: RunConfig, ranks: GlooRanks, device: torch.device, attempt:
     learner = build_learner(
         config, config.model_name_or_path, device, profile, with_reference="reference" in algorithm.streams
     )
-    trainer = Trainer(
+    explorer = Explorer(
         algorithm=algorithm,
-        generator=None,  # type: ignore[arg-type]  # set below: it calls the trainer back
-        learner=learner,
+        generator=None,  # type: ignore[arg-type]  # set below: it calls the explorer back
         prompts=prompts,
         score=score.score,
         refine=renderer.refine,
-        learning_rate=learning_rate(config, counts),
-        ranks=ranks,
-        setup=setup(config, counts, device),
-        progress=Progress(),
+        ranks=ranks.another(),
         profile=profile,
+        setup=setup(config, counts, device),
         decode=partial(tokenizer.decode, skip_special_tokens=True),
         urgent=attempt.urgent if attempt is not None else lambda: False,
     )
+    trainer = Trainer(
+        algorithm=algorithm,
+        explorer=explorer,
+        learner=learner,
+        learning_rate=learning_rate(config, counts),
+        ranks=ranks,
+        setup=explorer.setup,
+        progress=Progress(),
+        profile=profile,
+    )
+    explorer.push = trainer.sync
     trainer.check_parity = parity_check(config, trainer, learner)
-    trainer.generator = build_generator(config, trainer, learner, tokenizer, attempt)
+    explorer.generator = build_generator(config, trainer, learner, tokenizer, attempt)
     if algorithm.needs_peer:
         trainer.peer = build_peer(config, trainer, tokenizer, attempt, device)
+        explorer.peer_generator = trainer.peer.generator
     checkpoints = checkpoint.Checkpoints(
         config.folder / "checkpoints", config.train.save_total_limit, ranks.group
     )
@@ -305,7 +319,8 @@ def learning_rate(config: RunConfig, counts: Arithmetic) -> Any:
 
 def setup(config: RunConfig, counts: Arithmetic, device: torch.device) -> Setup:
     """What the loop needs of configuration and counts."""
-    length = counts.max_model_length
+    length, generation = counts.max_model_length, config.generation
+    behind = generation.async_steps * counts.updates_per_step
     default_budget = max(length, 16384 if device.type == "cuda" else 4096)
     return Setup(
         seed=config.seed,
@@ -315,10 +330,12 @@ def setup(config: RunConfig, counts: Arithmetic, device: torch.device) -> Setup:
         max_steps=counts.max_steps,
         token_budget=config.train.max_tokens_per_device or default_budget,
         rows_per_device=counts.rows_per_device,
-        max_completion_length=config.generation.max_completion_length,
+        max_completion_length=generation.max_completion_length,
         max_refine_prompt_length=counts.max_refine_prompt_length or length,
-        temperature=config.generation.temperature,
+        temperature=generation.temperature,
         shared_prefix=attention_choice(config.train.attn_implementation, device.type)[0] == "packed",
+        ahead=generation.ahead,
+        spare_staleness=max(0, (generation.max_staleness or 0) - behind),
     )
 
 
@@ -331,4 +348,5 @@ def resume(trainer: Trainer, checkpoints: checkpoint.Checkpoints) -> Path | None
     load_training_state(trainer, state)
     trainer.progress = Progress(**extra["progress"])
     trainer.profile.load_state(extra.get("profile", extra), elapsed_seconds=trainer.progress.elapsed_seconds)
+    trainer.ready = ahead.load(Path(path), trainer.explorer)
     return Path(path)

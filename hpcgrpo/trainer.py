@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 from hpcgrpo import batching
+from hpcgrpo.ahead import Ahead
 from hpcgrpo.algorithms.base import Algorithm, Loss
 from hpcgrpo.algorithms.codistill import kd_metrics
-from hpcgrpo.generation.hints import hinted
-from hpcgrpo.metrics import Update, learning_metrics, rollout_metrics
+from hpcgrpo.exploring import Explored, Explorer, Generator, Ranks, Ready, Setup, gather
+from hpcgrpo.metrics import Update, learning_metrics, rollout_metrics, staleness
 from hpcgrpo.profiler import Profile
-from hpcgrpo.types import (
-    Completion,
-    Group,
-    MicroBatch,
-    Progress,
-    Prompt,
-    Request,
-    Rollout,
-    Sampling,
-    Score,
-    Stopped,
-    stable_seed,
-)
-
-
-class Generator(Protocol):
-    """Samples completions from the policy's weights as last pushed."""
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]: ...
-
-    def update_weights(self, tensors: Callable[[], Iterable[tuple[str, Any]]], version: int) -> None:
-        """Take new weights; collective. `tensors` may be asked for more than once, by all ranks together."""
-        ...
+from hpcgrpo.types import Group, MicroBatch, Progress, Rollout, Stopped
 
 
 class Learner(Protocol):
@@ -56,49 +36,6 @@ class Learner(Protocol):
     def update(self, rows: Any, loss: Loss, *, learning_rate: float) -> dict[str, float]: ...
 
     def full_parameters(self) -> Iterator[tuple[str, Any]]: ...
-
-
-class Prompts(Protocol):
-    """The run's endless order of questions."""
-
-    def __len__(self) -> int: ...
-
-    def take(self, position: int, count: int) -> list[Prompt]: ...
-
-
-class Ranks(Protocol):
-    """The learner ranks, for small things on a group with a time limit of its own."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def wait(self) -> None:
-        """Return once every rank is here."""
-        ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank."""
-        ...
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Counts and limits of a run that the loop needs, all computed from its configuration."""
-
-    seed: int
-    prompts_per_step: int
-    batches_per_step: int  # optimizer steps a pass over what a step sampled
-    num_iterations: int
-    max_steps: int
-    token_budget: int
-    rows_per_device: int
-    max_completion_length: int
-    max_refine_prompt_length: int  # tokens of a prompt with a draft in it
-    temperature: float
-    shared_prefix: bool
 
 
 @dataclass(frozen=True)
@@ -125,101 +62,76 @@ class Trainer:
     """Runs the loop; every rank runs the same program."""
 
     algorithm: Algorithm
-    generator: Generator
+    explorer: Explorer
     learner: Learner
-    prompts: Prompts
-    score: Callable[[Sequence[Prompt], Sequence[Completion]], list[Score]]
-    refine: Callable[..., Prompt]
     learning_rate: Callable[[int], float]  # of the n-th optimizer step
     ranks: Ranks
     setup: Setup
     progress: Progress
     profile: Profile
     peer: Peer | None = None
-    decode: Callable[[Sequence[int]], str] | None = None  # token ids -> text; of hinted completions
-    urgent: Callable[[], bool] = lambda: False  # whether to stop without finishing the step
     check_parity: Callable[[Sequence[Any]], None] | None = (
         None  # of the first rows trained on after any start
     )
     peer_answers: bool = False  # the peer is being evaluated
-    discarded: int = 0  # completions of the last step whose groups were not taken (refill)
-    dropped: int = 0  # prompts of the last step that the generator could not answer
+    ready: Ready = field(default_factory=Ready)  # what was sampled of the next step already
 
     def steps(self) -> Iterator[StepRecord]:
         """Train to the last step, giving each one's record once its weights are in the generator."""
         self.sync()
         self.profile.begin_steps()
         while self.progress.step < self.setup.max_steps:
-            groups = self.explore()
-            if self.algorithm.compares:
-                groups = self.compare(groups)
+            explored, ahead = self.explore(), self.begin_ahead()
+            groups = self.compare(explored.groups) if self.algorithm.compares else explored.groups
             credited = batching.credit(groups, self.algorithm)
             metrics = self.learn(credited)
             if self.algorithm.peer is not None:
                 metrics |= self.learn_peer(groups, self.algorithm.peer)
+            metrics |= staleness(groups, self.progress.updates)
             self.progress.updates += int(metrics["updates"])
             self.progress.step += 1
+            metrics |= self.end_ahead(ahead)
             self.sync()
             yield StepRecord(
                 self.progress.step,
                 {
                     **rollout_metrics(credited, self.progress),
                     **kd_metrics(groups, self.algorithm.options),
-                    "completions/discarded": float(self.discarded),
-                    "prompts/dropped": float(self.dropped),
+                    "completions/discarded": float(explored.discarded),
+                    "prompts/dropped": float(explored.dropped),
                     **metrics,
                 },
                 credited,
             )
 
-    def explore(self) -> list[Group]:
-        """Every rank samples and grades its own prompts; all ranks get all groups, in the prompts' order.
+    def explore(self) -> Explored:
+        """The step's groups: sampled ahead, or now.
 
         Raises Stopped on all ranks where one is to stop at once: nothing of the step has been learnt then.
         """
-        exploration = Exploration(self, self.progress.position)
-        mine = exploration.more()
-        groups = [replace(g, rank=self.ranks.rank) for g in self.algorithm.explore(mine, exploration)]
-        whole = [g for g in groups if g.answered]
-        shares = self.exchange((whole, exploration.sampled, len(groups) - len(whole)))
-        self.progress.position = exploration.position
-        everyone = sorted((g for share, _, _ in shares for g in share), key=lambda g: g.prompt.position)
-        taken = sorted({g.prompt.position for g in everyone})[: self.setup.prompts_per_step]
-        chosen = [g for g in everyone if taken and g.prompt.position <= taken[-1]]
-        used = sum(len(g.rollouts) + len(g.drafts) for g in chosen if g.stage == "sample")
-        self.discarded = sum(sampled for _, sampled, _ in shares) - used
-        self.dropped = sum(dropped for _, _, dropped in shares)
-        return chosen
+        ready = self.ready
+        explored = ready.explored or self.explorer.step(self.progress.position, ready.drafts)
+        self.ready, self.progress.position = Ready(), explored.position
+        return explored
+
+    def begin_ahead(self) -> Ahead[Ready] | None:
+        """Begin to sample for the next step, with the weights as last pushed, where that is asked for."""
+        stage = self.setup.ahead
+        if stage is None or self.progress.step + 1 >= self.setup.max_steps:
+            return None
+        return Ahead(partial(self.explorer.ahead, stage, self.progress.position))
+
+    def end_ahead(self, ahead: Ahead[Ready] | None) -> Mapping[str, float]:
+        """Wait for what was begun -> what it took. Told to stop at once, it gives nothing: the step ends without."""
+        if ahead is None:
+            return {}
+        with self.profile.phase("wait"), suppress(Stopped):
+            self.ready = ahead.result(self.sync)
+        return self.ready.seconds
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value on every rank; the time until the slowest one has come counts as `wait`."""
-        with self.profile.phase("wait"):
-            self.ranks.wait()
-        return self.ranks.gather(value)
-
-    def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank. Until all have one, weights are pushed again for ranks that starve.
-
-        Raises Stopped on all ranks where one is to stop at once.
-        """
-        while True:
-            with self.profile.phase("exchange"):
-                said = self.gather(("stop", None) if self.urgent() else ("done", value))
-            if not self._settle({kind for kind, _ in said}):
-                return [v for _, v in said]
-
-    def starved(self) -> None:
-        """A rank whose requests no server can take: wait for all ranks, then push the weights together."""
-        kind = "stop" if self.urgent() else "starved"
-        self._settle({kind for kind, _ in self.gather((kind, None))})
-
-    def _settle(self, kinds: set[str]) -> bool:
-        """Do what the ranks have agreed on -> whether weights were pushed, so that there is more to wait for."""
-        if "stop" in kinds:
-            raise Stopped(agreed=True)
-        if "starved" in kinds:
-            self.sync()
-        return "starved" in kinds
+        return gather(self.ranks, self.profile, value)
 
     def compare(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with every rollout's log-probs under both policies; collective."""
@@ -264,8 +176,7 @@ class Trainer:
         with self.profile.phase(f"{phase}logprobs"):
             prepared = [self._prepared(learner, algorithm, p, len(plans)) for p in plans]
             if prepared and self.check_parity is not None and learner is self.learner:
-                self.check_parity(prepared[0])
-                self.check_parity = None
+                self._compare_once(self.check_parity, credited, prepared[0])
         done: list[Update] = []
         with self.profile.phase(f"{phase}update"):
             for _ in range(setup.num_iterations):
@@ -274,6 +185,14 @@ class Trainer:
                     sums = learner.update(rows, algorithm.loss, learning_rate=rate)
                     done.append((self.gather(sums), p.totals.tokens, rate))
         return learning_metrics(done, plans)
+
+    def _compare_once(
+        self, check: Callable[[Sequence[Any]], None], credited: batching.Credited, rows: Sequence[Any]
+    ) -> None:
+        """Generator and learner side by side, once after a start: on completions of the learner's very weights."""
+        if staleness(credited.groups, self.progress.updates)["sampling/staleness/max"] == 0:
+            check(rows)
+            self.check_parity = None
 
     def _prepared(self, learner: Learner, algorithm: Algorithm, plan: batching.Plan, plans: int) -> Any:
         """One optimizer step's rows of this rank, with every log-prob that the loss needs."""
@@ -304,8 +223,8 @@ class Trainer:
     def sync(self) -> None:
         """Push the policy's weights to the generator, and the peer's while it still writes hints."""
         with self.profile.phase("sync"):
-            self.generator.update_weights(self.learner.full_parameters, self.progress.updates)
-            hints = self.progress.position < self.algorithm.hint_epochs * len(self.prompts)
+            self.explorer.generator.update_weights(self.learner.full_parameters, self.progress.updates)
+            hints = self.progress.position < self.algorithm.hint_epochs * len(self.explorer.prompts)
             if hints or self.peer_answers:
                 self.sync_peer()
 
@@ -313,88 +232,3 @@ class Trainer:
         """Push the peer's weights to its own generator, where it has one."""
         if self.peer is not None and self.peer.generator is not None:
             self.peer.generator.update_weights(self.peer.learner.full_parameters, self.progress.updates)
-
-    def _generate(
-        self, generator: Generator, requests: Sequence[Request], sampling: Sampling
-    ) -> list[Completion]:
-        try:
-            return generator.generate(requests, sampling)
-        except Stopped as stop:
-            if not stop.agreed:  # the other ranks are in `exchange`, or on their way there
-                self.gather(("stop", None))
-            raise Stopped(agreed=True) from None
-
-    def rollouts(
-        self,
-        prompts: Sequence[Prompt],
-        num: int,
-        stage: str,
-        sampling: Sampling,
-        hint_tokens: int = 0,
-        generator: Generator | None = None,
-    ) -> list[tuple[Rollout, ...]]:
-        """Sample and grade `num` completions of each prompt; seeds follow from (seed, position, stage, sample).
-
-        `generator` None is the actor's.
-        """
-        requests = [
-            Request(p.token_ids, stable_seed(self.setup.seed, p.position, stage, i))
-            for p in prompts
-            for i in range(num)
-        ]
-        two = self.algorithm.num_drafts > 0
-        with self.profile.phase(f"generate/stage_{1 + (stage != 'draft')}" if two else "generate"):
-            if hint_tokens:
-                completions = self._hinted(requests, sampling, hint_tokens)
-            else:
-                completions = self._generate(generator or self.generator, requests, sampling)
-        repeated = [p for p in prompts for _ in range(num)]
-        with self.profile.phase("grade"):
-            scores = self.score(repeated, completions)
-        made = [Rollout(*parts) for parts in zip(repeated, completions, scores, strict=True)]
-        return [tuple(made[i : i + num]) for i in range(0, len(made), num)]
-
-    def _hinted(self, requests: Sequence[Request], sampling: Sampling, length: int) -> list[Completion]:
-        assert self.peer is not None and self.peer.generator is not None and self.decode is not None
-        begin, go_on = (partial(self._generate, g) for g in (self.peer.generator, self.generator))
-        return hinted(requests, sampling, length=length, begin=begin, go_on=go_on, decode=self.decode)
-
-
-@dataclass
-class Exploration:
-    """One step's sampling as `explore` sees it (algorithms.base.Rollouts)."""
-
-    trainer: Trainer
-    position: int  # of the next prompt that nobody has taken
-    sampled: int = 0  # completions of this rank, drafts included
-
-    def __call__(
-        self, prompts: Sequence[Prompt], num: int, stage: str = "sample", *, hint_tokens: int = 0
-    ) -> list[tuple[Rollout, ...]]:
-        setup = self.trainer.setup
-        sampling = Sampling(setup.temperature, setup.max_completion_length)
-        self.sampled += len(prompts) * num
-        return self.trainer.rollouts(prompts, num, stage, sampling, hint_tokens)
-
-    def refine(
-        self,
-        prompt: Prompt,
-        draft: Completion,
-        *,
-        template: str,
-        max_length: int | None,
-        keep_reasoning: bool,
-    ) -> Prompt:
-        limit = max_length or self.trainer.setup.max_refine_prompt_length
-        return self.trainer.refine(
-            prompt, draft.token_ids, template=template, max_length=limit, keep_reasoning=keep_reasoning
-        )
-
-    def more(self) -> list[Prompt]:
-        """This rank's share of the next prompts: every size-th of them."""
-        taken = self.trainer.prompts.take(self.position, self.trainer.setup.prompts_per_step)
-        self.position += len(taken)
-        return taken[self.trainer.ranks.rank :: self.trainer.ranks.size]
-
-    def total(self, count: int) -> int:
-        return sum(self.trainer.exchange(count))

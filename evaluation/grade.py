@@ -89,6 +89,9 @@ def run(
     ):
         found = _rows(lines, gold_column, prediction_column, strict)
         while chunk := list(islice(found, CHUNK_ROWS)):
+            if counts and time.monotonic() - told >= PROGRESS_EVERY_SECONDS:  # and there is more to come
+                told = time.monotonic()
+                print(f"{name}: {counts.total()} rows graded", file=sys.stderr, flush=True)
             if not counts:
                 _refuse_all(chunk, name)
             if not counts and not as_json:
@@ -102,9 +105,6 @@ def run(
                     print(f"hpcgrpo: error: {name}, line {row.line}: {row.why}", file=sys.stderr, flush=True)
                 print(_json_line(row, outcome) if as_json else _table_line(row, outcome))
             sys.stdout.flush()
-            if time.monotonic() - told >= PROGRESS_EVERY_SECONDS:
-                told = time.monotonic()
-                print(f"{name}: {counts.total()} rows graded", file=sys.stderr, flush=True)
     if not counts:
         raise ValueError(
             f"{name}: no rows; each line holds one, e.g. {_example(gold_column, prediction_column)}"

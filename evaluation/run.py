@@ -50,9 +50,7 @@ def evaluate(
     evaluates into the folder, EngineError where no engine comes up; what was graded until then is kept.
     """
     places = [folder / b.name / f".{_label(shard)}" for b in resolve(config.benchmarks)]
-    known = [
-        place for place in places if place.exists()
-    ]  # of earlier starts, one of which may still be at work
+    known = [place for place in places if place.exists()]  # one may be at work there: known before all else
     with ExitStack() as held:
         _claim(held, known, folder, stopping, say)
         model = load_model(source)

@@ -39,6 +39,7 @@ class Request:
 
     prompt_token_ids: tuple[int, ...]  # [P]
     seed: int
+    length: int | None = None  # exactly so many tokens, whatever they are; None: until it ends
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,22 @@ def _cluster_commands(command: Any) -> None:
     )
     sub.add_argument("--json", action="store_true", help="print the collected facts, write nothing")
     _plan_command(command)
+    sub = command("profile", "Measure some steps of several algorithms, one after the other.", config=True)
+    sub.add_argument(
+        "--algorithms",
+        default="",
+        metavar="A,B",
+        help="names, or YAML files of runs that have them (default grpo,igrpo and the configuration's own)",
+    )
+    sub.add_argument("--steps", type=int, default=5, help="that are measured, of each (default 5)")
+    sub.add_argument("--warm-up", type=int, default=2, help="steps before those (default 2)")
+    sub.add_argument(
+        "--lengths", metavar="N|RUN", help="force completions of N tokens, or of a run's or file's lengths"
+    )
+    sub.add_argument(
+        "--executor", choices=("local", "slurm"), default="local", help="slurm: each as a job of its own"
+    )
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _plan_command(command: Any) -> None:

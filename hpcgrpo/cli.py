@@ -116,9 +116,10 @@ def rank(arguments: argparse.Namespace) -> int:
     from hpcgrpo.launch import one_rank
 
     def body(run: Any, summary: Any) -> None:
+        from hpcgrpo import profile_run
         from hpcgrpo.train import rank_main  # torch, after the log is set up
 
-        rank_main(run, summary)
+        rank_main(run, summary, profile_run.preparation(run))
 
     return one_rank.main(config.load(arguments.path), body)
 
@@ -281,6 +282,21 @@ def plan(arguments: argparse.Namespace) -> int:
     return command.plan(arguments)
 
 
+def profile(arguments: argparse.Namespace) -> int:
+    """What some steps of several algorithms take."""
+    from hpcgrpo import profile_run
+
+    options = profile_run.Options(
+        algorithms=tuple(filter(None, arguments.algorithms.split(","))),
+        steps=arguments.steps,
+        warm_up=arguments.warm_up,
+        lengths=arguments.lengths,
+        executor=arguments.executor,
+        as_json=arguments.json,
+    )
+    return profile_run.run(arguments.config, arguments.overrides, options)
+
+
 def node(arguments: argparse.Namespace) -> int:
     """One node of a job: serves or learns, by its number."""
     from hpcgrpo.launch import node
@@ -358,6 +374,7 @@ BODIES: dict[str, Callable[[argparse.Namespace], int]] = {
     "doctor": doctor,
     "report": report,
     "plan": plan,
+    "profile": profile,
     "study": study,
     "warm-start": warm_start,
     "eval": evaluate,

@@ -47,6 +47,7 @@ class Run:
     resumed_from: Path | None
     attempt: Attempt | None = None  # of a job; None: nobody asks to stop, nothing is noted
     summary: IO[str] = sys.stderr  # where the progress goes
+    saves: bool = True  # False: a measurement, which leaves no checkpoint
     first_step: int = 0  # where this start began
     saved_step: int = -1
     step_seconds: list[float] = field(default_factory=list)
@@ -77,7 +78,7 @@ def steps(run: Run) -> Iterator[StepRecord]:
         yield from _until_stopped(run)
     except Stopped:
         run.checkpoints.finish()
-        if run.saved_step < run.trainer.progress.step:
+        if run.saves and run.saved_step < run.trainer.progress.step:
             save(run, wait=True)
         _note(run)
         raise
@@ -101,7 +102,7 @@ def _until_stopped(run: Run) -> Iterator[StepRecord]:
             with trainer.profile.phase("evaluate"):
                 found, answers = held_out(run, forms=last)
                 metrics |= found
-        if last or record.step % train.save_steps == 0:
+        if run.saves and (last or record.step % train.save_steps == 0):
             with trainer.profile.phase("save"):
                 save(run, wait=last)
         stop = run.attempt is not None and run.attempt.stop_request() is not None

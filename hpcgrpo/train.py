@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -62,11 +63,13 @@ class GlooRanks:
         return values
 
 
-def rank_main(config: RunConfig, summary: IO[str] = sys.stderr) -> None:
+def rank_main(
+    config: RunConfig, summary: IO[str] = sys.stderr, prepare: Callable[[Run], None] = lambda run: None
+) -> None:
     """What every rank runs: train to the end, resuming from the newest complete checkpoint.
 
-    `summary` gets the progress of rank 0. Raises ValueError for what a user can mend. Told to stop, it saves and
-    returns.
+    `summary` gets the progress of rank 0; `prepare` may change the run before its first step. Raises ValueError for
+    what a user can mend. Told to stop, it saves and returns.
     """
     attempt = Attempt.of_environment()
     lock = take_folder(config, attempt) if int(os.environ.get("RANK", "0")) == 0 else None
@@ -76,6 +79,7 @@ def rank_main(config: RunConfig, summary: IO[str] = sys.stderr) -> None:
     except Stopped:
         return  # before anything was done that could be saved
     run.summary = summary
+    prepare(run)
     try:
         if ranks.rank == 0:
             lead(run)

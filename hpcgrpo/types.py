@@ -40,6 +40,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]  # [P]
     seed: int
     question: int | None = None  # the data's row; prompts of one begin alike, and are sampled alike long
+    length: int | None = None  # exactly so many tokens, whatever they are; None: until it ends
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +78,11 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 
 def rollouts(folder: Path) -> dict[str, str]:
     return {p.name: p.read_text() for p in sorted((folder / "rollouts").iterdir())}
+
+
+def undocumented(names: Iterable[str]) -> list[str]:
+    """The names of metrics that docs/metrics.md does not have; <any> stands for anything, another <word> for a word."""
+    text = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    known = [re.escape(name) for name in re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)]
+    known = [re.sub(r"<\w+>", "[^/]+", name.replace("<any>", ".+")) for name in known]
+    return sorted(name for name in names if not any(re.fullmatch(k, name) for k in known))

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import write_config
+from runs import undocumented, write_config
 
 pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).parent / "programs" / "every_algorithm.py"
@@ -64,6 +64,10 @@ def test_it_trains_and_its_numbers_are_finite(runs: dict[str, list[dict]], name:
             assert step["skipped_updates"] == 0
         else:  # a step that has nothing to learn from makes no update and the run goes on
             assert step["updates"] == 0
+
+
+def test_every_number_is_explained(runs: dict[str, list[dict]]) -> None:
+    assert undocumented({name for steps in runs.values() for step in steps for name in step}) == []
 
 
 def test_what_each_samples_and_keeps(runs: dict[str, list[dict]]) -> None:

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import hpcgrpo, make_model
+from runs import hpcgrpo, make_model, undocumented
 
 from hpcgrpo import profiler
 from hpcgrpo.attempt import Attempt
 from hpcgrpo.profiler import Profile, Spent
+
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass
@@ -225,7 +227,7 @@ rewards: {{accuracy: 1.0}}
 data: {{preset: chain, max_samples: 64, options: {{digits: 4}}}}
 generation: {{max_prompt_length: 32, max_completion_length: 8}}
 train: {{train_batch_size: 8, max_steps: 4, num_iterations: 2, save_steps: 2}}
-eval: {{data: {{preset: chain, max_samples: 8, options: {{digits: 4}}}}, every_steps: 2}}
+eval: {{data: {{preset: chain, max_samples: 8, options: {{digits: 4}}}}, every_steps: 2, two_pass: true}}
 cluster: {{nproc_per_node: 2}}
 output_dir: {folder}
 device: cpu
@@ -250,9 +252,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield folder / "run"
 
 
-def lines(run: Path) -> list[dict[str, float]]:
+def lines(run: Path, *, evaluations: bool = False) -> list[dict[str, float]]:
     found = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["step"] > 0]
+    return [line for line in found if line["step"] > 0 or evaluations]
 
 
 def of_phases(line: dict[str, float], prefix: str) -> dict[str, float]:
@@ -276,6 +278,21 @@ def test_the_phases_of_a_real_step_sum_to_it(run: Path) -> None:
     whole = sum(line["step_time"] for line in lines(run))
     assert sum(line["timing_s/other"] for line in lines(run)) < 0.05 * whole
     assert sum(sum(of_phases(line, "timing_cpu_s/").values()) for line in lines(run)) < 2 * whole
+
+
+@pytest.mark.slow
+def test_every_number_of_a_real_run_is_explained(run: Path) -> None:
+    assert undocumented({name for line in lines(run, evaluations=True) for name in line}) == []
+    keys = json.loads((run / "profile.json").read_text())
+    explained = (ROOT / "docs" / "metrics.md").read_text().split("## `profile.json`")[1]
+    assert [key for key in keys if f"`{key}`" not in explained] == []
+
+
+def test_every_phase_is_explained() -> None:
+    names = {f"timing_s/{phase}" for phase in profiler.PHASES if phase != "start"}
+    names |= {f"timing_s/{phase}/{part}" for phase, parts in PARTS.items() for part in parts}
+    assert undocumented(names) == []
+    assert undocumented(["timing_s/explore", "perf/mfu/x", "rewards/a/b/mean", "mfu"]) != []
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import hpcgrpo, metrics, rollouts, tensors
+from runs import hpcgrpo, metrics, rollouts, tensors, undocumented
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -113,6 +113,10 @@ def runs(folder: Path) -> dict[str, tuple[Path, list[dict]]]:
         name: (Path(line["folder"]), [s for s in line["steps"] if s["step"]])
         for name, line in zip(VARIANTS, lines, strict=True)
     }
+
+
+def test_every_number_is_explained(runs: dict[str, tuple[Path, list[dict]]]) -> None:
+    assert undocumented({name for _, lines in runs.values() for line in lines for name in line}) == []
 
 
 def weights(run: Path, step: int, policy: str = "") -> dict[str, torch.Tensor]:

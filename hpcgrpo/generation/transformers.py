@@ -140,6 +140,11 @@ class TransformersGenerator:
             raise ValueError(f"max_completion_length: {sampling.max_completion_length} is not at least 1.")
         limit = getattr(self.model.config, "max_position_embeddings", None)
         for request in requests:
+            if request.length is not None and not 0 < request.length <= sampling.max_completion_length:
+                raise ValueError(
+                    f"a completion of {request.length} tokens was asked for, but max_completion_length is"
+                    f" {sampling.max_completion_length}: ask for 1 to that many."
+                )
             length = len(request.prompt_token_ids)
             if not length:
                 raise ValueError("a prompt has no tokens: the first token needs something to follow.")
@@ -164,6 +169,8 @@ class TransformersGenerator:
 
     def _complete(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         rows, cache, logits = self._prefill(requests, sampling.max_completion_length)
+        if any(r.length for r in requests):
+            rows.lengths = torch.tensor([r.length or 0 for r in requests], device=self.model.device)
         rows.uniforms.copy_(_uniforms(requests, sampling.max_completion_length))
         live = len(requests)
         for t in range(sampling.max_completion_length):
@@ -171,7 +178,10 @@ class TransformersGenerator:
                 logits, rows.uniforms[:live, t], sampling.temperature, sampling.top_p, sampling.top_k
             )
             rows.tokens[:live, t], rows.logprobs[:live, t] = tokens, logprobs
-            rows.ended[:live] |= self._is_eos[tokens]
+            ends = self._is_eos[tokens]
+            if rows.lengths is not None:
+                ends = (rows.lengths[:live] == t + 1) | (ends & (rows.lengths[:live] == 0))
+            rows.ended[:live] |= ends
             left = live - int(rows.ended[:live].sum())
             if not left or t + 1 == sampling.max_completion_length:
                 break
@@ -227,8 +237,12 @@ class TransformersGenerator:
         order = rows.request.argsort()
         tokens, logprobs = rows.tokens[order, :steps], rows.logprobs[order, :steps]
         ends = self._is_eos[tokens]
+        if rows.lengths is not None:
+            ends &= rows.lengths[order][:, None] == 0
         stopped, first = ends.any(1), ends.int().argmax(1) + 1
         lengths = first.where(stopped, first.new_tensor(steps))
+        if rows.lengths is not None:
+            lengths = rows.lengths[order].where(rows.lengths[order] > 0, lengths)
         inside = torch.arange(steps, device=tokens.device) < lengths[:, None]
         if not logprobs.where(inside, logprobs.new_zeros(())).isfinite().all():
             raise ValueError("the model's logits are not finite: its weights hold NaN or infinity.")
@@ -337,6 +351,9 @@ class _Rows:
     ended: Tensor  # [B] bool
     positions: Tensor  # [B, 1], of the next token
     visible: Tensor | None  # [B, 1, 1, slots] bool; None where all prompts are of one length
+    lengths: Tensor | None = (
+        None  # [B] tokens that a row is to have, 0 until it ends; None where all end by themselves
+    )
 
     @classmethod
     def empty(cls, prompts: Sequence[Sequence[int]], room: int, device: torch.device) -> _Rows:

@@ -37,7 +37,7 @@ def body(request: Request, sampling: Sampling, *, model: str, stop_token_ids: Co
         "model": model,
         "prompt": request.prompt_token_ids,
         "n": 1,
-        "max_tokens": sampling.max_completion_length,
+        "max_tokens": request.length or sampling.max_completion_length,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -47,7 +47,7 @@ def body(request: Request, sampling: Sampling, *, model: str, stop_token_ids: Co
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,  # spares the engine the decoding of single tokens
         "ignore_eos": True,
-        "stop_token_ids": list(stop_token_ids),
+        "stop_token_ids": [] if request.length else list(stop_token_ids),
     }
     if sampling.temperature:
         fields["seed"] = request.seed % 2**63
@@ -91,9 +91,10 @@ def read(
         )
     if reason not in ("stop", "length"):
         raise Fault(f"it ended a completion with the reason {reason}")
-    if reason == "length" and len(ids) < sampling.max_completion_length:
+    asked = request.length or sampling.max_completion_length
+    if reason == "length" and len(ids) < asked:
         raise Refused(
-            f"cut at {len(ids)} of {sampling.max_completion_length} tokens: a prompt of"
+            f"cut at {len(ids)} of {asked} tokens: a prompt of"
             f" {len(request.prompt_token_ids)} tokens leaves no more within the engine's max_model_len",
             own_fault=True,
         )

@@ -1,0 +1,330 @@
+"""`hpcgrpo profile`: some steps of several algorithms in turn on the same hardware, as the iGRPO paper's Table S.3."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from hpcgrpo import config as configuration
+from hpcgrpo import profiler
+from hpcgrpo.algorithms import ALGORITHMS
+from hpcgrpo.algorithms.schema import layers, nearest, parameters
+from hpcgrpo.arithmetic import arithmetic
+from hpcgrpo.config import ConfigError
+from hpcgrpo.journal import claim, read_metrics, write_atomically
+from hpcgrpo.launch import local
+from hpcgrpo.planner import lengths as known_lengths
+from hpcgrpo.planner import paper
+from hpcgrpo.sections import RunConfig
+
+if TYPE_CHECKING:
+    from hpcgrpo.running import Run
+
+RESULT = "profiled.json"  # in the profile's folder: what was measured, and which runs lie beside it
+REQUEST = "measure.json"  # in a measured run's folder: what its ranks are to do otherwise than in training
+UTILISATION = ("mfu", "hfu", "mbu")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for."""
+
+    algorithms: tuple[str, ...] = ()  # names or files; empty: GRPO, iGRPO and the configuration's own
+    steps: int = 5
+    warm_up: int = 2
+    lengths: str | None = None
+    executor: str = "local"
+    as_json: bool = False
+
+
+def run(path: str, overrides: Sequence[str], options: Options) -> int:
+    """Measure each algorithm, print the table -> 0, or the exit code of the first run that failed.
+
+    Nothing is written but in `<output_dir>/<name>-profile`, where a later profile takes the place of an earlier one.
+    Raises ConfigError for what the user can mend, before anything is run.
+    """
+    if options.steps < 1 or options.warm_up < 0:
+        raise ConfigError(
+            f"profile: --steps {options.steps} --warm-up {options.warm_up}: measure 1 step or more, after 0 or more"
+        )
+    base = configuration.load(path, overrides)
+    forced = forced_lengths(options.lengths, base)
+    runs = runs_of(base, options)
+    home = Path(base.output_dir) / f"{base.name}-profile"
+    lock = _take(home, list(runs))
+    for number, (label, each) in enumerate(runs.items(), 1):
+        steps = f"{options.steps} steps after {options.warm_up} to warm up"
+        say(f"profiling {label} ({number} of {len(runs)}): {steps}, in {each.folder}")
+        write_atomically(each.folder / REQUEST, json.dumps({"lengths": forced}) + "\n")
+        if code := launch(each, options.executor):
+            say(f"{label} ended with exit code {code}; nothing is compared")
+            return code
+    found = {label: measured(base, each, options.warm_up) for label, each in runs.items()}
+    said = {
+        "name": base.name,
+        "steps": options.steps,
+        "warm_up": options.warm_up,
+        "lengths": options.lengths,
+        "rows": [{"name": label, **row} for label, row in compared(found).items()],
+        "published": paper.published(),
+    }
+    write_atomically(home / RESULT, json.dumps({"runs": list(runs), **said}, indent=1) + "\n")
+    lock.close()
+    if options.as_json:
+        print(json.dumps(said, indent=1))
+    else:
+        show(said)
+    return 0
+
+
+def say(text: str) -> None:
+    """Progress goes to stderr, so that stdout holds the result alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _take(home: Path, labels: Sequence[str]) -> Any:
+    """Lock the profile's folder and clear an earlier profile out of it; its name says whose it is."""
+    if (home / local.CONFIG_FILE).exists():
+        raise ConfigError(
+            f"{home} holds a run, where the profile would go; give the configuration another name (name=...)"
+        )
+    lock = claim(home)
+    earlier = home / RESULT
+    if earlier.exists():
+        say(f"replacing the earlier profile in {home}")
+        for label in json.loads(earlier.read_text(encoding="utf-8"))["runs"]:
+            shutil.rmtree(home / label, ignore_errors=True)
+    write_atomically(earlier, json.dumps({"runs": list(labels)}) + "\n")
+    return lock
+
+
+# ---- what is run
+
+
+def runs_of(base: RunConfig, options: Options) -> dict[str, RunConfig]:
+    """A short run of each algorithm, by its name; it trains as many completions a step as `base`.
+
+    Raises ConfigError for an algorithm that is not known, is there twice, or cannot be run so.
+    """
+    wanted = options.algorithms or tuple(dict.fromkeys(("grpo", "igrpo", str(base.algorithm["name"]))))
+    found: dict[str, RunConfig] = {}
+    for name in wanted:
+        label, spec = algorithm_of(base, name)
+        if label in found:
+            raise ConfigError(f"profile: --algorithms has {label} twice; give each one once")
+        values = base.model_dump(mode="json")
+        values |= {"name": label, "output_dir": f"{base.output_dir}/{base.name}-profile", "algorithm": spec}
+        values |= {"eval": None, "report_to": []}
+        values["train"] = values["train"] | {"max_steps": options.warm_up + options.steps}
+        try:
+            found[label] = configuration.parse(values)
+            arithmetic(found[label], found[label].build_algorithm(), rows=None)
+        except ValueError as error:
+            raise ConfigError(
+                f"profile: {label} cannot be run with this configuration: {error}\nAn algorithm with options of its own"
+                " is given as the YAML file of a run that has it: --algorithms grpo,my-run.yaml"
+            ) from None
+    return found
+
+
+def algorithm_of(base: RunConfig, name: str) -> tuple[str, dict[str, Any]]:
+    """A name on the command line -> the run's label, the algorithm's specification.
+
+    The configuration's own algorithm is taken as it is. Another one gets the options of its innermost base as far as it
+    has them, and samples as many completions of a prompt; iGRPO half of them as drafts, which its paper compares.
+    """
+    if Path(name).suffix in (".yaml", ".yml"):
+        return Path(name).stem, configuration.load(name).algorithm
+    if name == base.algorithm["name"]:
+        return name, base.algorithm
+    if name not in ALGORITHMS:
+        raise ConfigError(
+            f"profile: --algorithms {name}: no algorithm{nearest(name, ALGORITHMS)} and no YAML file; one of"
+            f" {', '.join(ALGORITHMS)}"
+        )
+    own = base.build_algorithm()
+    count = own.num_generations + own.num_drafts
+    inner = dict([*layers(base.algorithm)][-1])
+    if name == "igrpo":
+        return name, {"name": name, "drafts": count // 2, "base": _plain("", inner, count - count // 2)}
+    if "base" in parameters(ALGORITHMS[name]):
+        return name, {"name": name, "base": _plain("", inner, count)}
+    return name, _plain(name, inner, count)
+
+
+def _plain(name: str, inner: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """An algorithm without a base, `inner`'s own where it has no name, with `inner`'s options."""
+    name = name or str(inner["name"])
+    taken = {k: v for k, v in inner.items() if k in parameters(ALGORITHMS[name])}
+    return {"name": name, **taken, "num_generations": count}
+
+
+def forced_lengths(asked: str | None, base: RunConfig) -> list[int] | None:
+    """Tokens of completions by `--lengths`: a number, or those of a run or a file; None: as they come.
+
+    Raises ConfigError for what is neither, and for lengths that the configuration does not allow.
+    """
+    if asked is None:
+        return None
+    if asked.isdecimal():
+        found = [int(asked)]
+    else:
+        completion = known_lengths.read_lengths(asked).completion
+        if completion is None:
+            raise ConfigError(f"--lengths {asked}: it tells no length of a completion; give one, in tokens")
+        found = list(completion.values)
+    longest = base.generation.max_completion_length
+    if not 1 <= min(found) <= max(found) <= longest:
+        raise ConfigError(
+            f"--lengths {asked}: completions of {min(found)} to {max(found)} tokens, but"
+            f" generation.max_completion_length is {longest}; give lengths from 1 to that, or raise it"
+        )
+    return found
+
+
+def launch(run: RunConfig, executor: str) -> int:
+    """Run it to its end -> its exit code: here under torchrun, or as a job, whose words go to stderr."""
+    if executor == "local" and run.cluster.nodes == 1 and run.generation.backend != "vllm":
+        return local.launch(run) if local.preflight(run, fresh=False) else 0
+    from hpcgrpo.launch import submit
+
+    with redirect_stdout(sys.stderr):
+        return submit.submit(run, executor=executor, wait=True, fresh=False, as_json=False)
+
+
+def preparation(run: RunConfig) -> Callable[[Run], None]:
+    """What a rank does before its first step: nothing, but in a run that is measured."""
+    path = run.folder / REQUEST
+    if not path.exists():
+        return lambda made: None
+    asked = json.loads(path.read_text(encoding="utf-8"))["lengths"]
+
+    def prepare(made: Run) -> None:
+        from hpcgrpo.generation.forced import ForcedGenerator
+
+        made.saves = False
+        if asked:
+            sampler: Any = made.trainer.explorer.generator
+            made.trainer.explorer.generator = ForcedGenerator(sampler, asked)
+
+    return prepare
+
+
+# ---- what came of it
+
+
+def measured(base: RunConfig, run: RunConfig, warm_up: int) -> dict[str, Any]:
+    """A run's measured steps: what Table S.3 has, the hours being those of `base`'s full length, and more beside."""
+    lines = [m for m in read_metrics(run.folder) if m["step"] > warm_up]
+    profile = local.profile(run)
+    counts = arithmetic(run, run.build_algorithm(), rows=None)
+    seconds = [m["step_time"] for m in lines]
+    updates = round(sum(m["updates"] for m in lines))
+    steps = full_length(base, run, lines[-1])
+    hours = "gpu_hours" if profile["device"] == "cuda" else "cpu_rank_hours"
+    phases = {k.removeprefix("timing_s/") for m in lines for k in m if k.startswith("timing_s/")}
+    return {
+        "algorithm": run.algorithm,
+        "peak_memory_gb": lines[-1]["perf/peak_memory_gb"],
+        "samples_per_second": profiler.samples_per_second(
+            updates, counts.rows_per_device, counts.ranks, sum(seconds)
+        ),
+        "steps": steps,
+        hours: profiler.gpu_hours(profile["devices"], steps * fmean(seconds)),
+        "devices": profile["devices"],
+        "step_seconds": fmean(seconds),
+        "step_seconds_range": [min(seconds), max(seconds)],
+        "completions_per_second": sum(m["completions/sampled"] for m in lines) / sum(seconds),
+        "completion_length": fmean(m.get("completions/mean_length", 0.0) for m in lines),
+        "tokens_per_second_per_device": fmean(m["perf/tokens_per_second_per_device"] for m in lines),
+        "phase_seconds": {p: fmean(m.get(f"timing_s/{p}", 0.0) for m in lines) for p in sorted(phases)},
+        **{k: fmean(m[f"perf/{k}"] for m in lines) for k in UTILISATION if f"perf/{k}" in lines[-1]},
+    }
+
+
+def full_length(base: RunConfig, run: RunConfig, line: Mapping[str, float]) -> int:
+    """Steps of `base` with `run`'s algorithm, for as many questions as a step's line tells that there are."""
+    questions = round(line["epoch_position"] / line["epoch"])
+    whole = configuration.parse(base.model_dump(mode="json") | {"algorithm": run.algorithm})
+    return arithmetic(whole, whole.build_algorithm(), questions).max_steps
+
+
+def compared(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Each row with its differences to the first: of memory in GB, of the others as a share."""
+    first = next(iter(found.values()))
+    hours = "gpu_hours" if "gpu_hours" in first else "cpu_rank_hours"
+    return {
+        label: row
+        | {
+            "differences": {
+                "peak_memory_gb": row["peak_memory_gb"] - first["peak_memory_gb"],
+                **{k: row[k] / first[k] - 1 for k in ("samples_per_second", hours, "step_seconds")},
+            }
+        }
+        for label, row in found.items()
+    }
+
+
+def show(said: Mapping[str, Any]) -> None:
+    """Print the table for people."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = said["rows"]
+    hours = "gpu_hours" if "gpu_hours" in rows[0] else "cpu_rank_hours"
+    columns = (
+        "",
+        "peak GB",
+        "diff.",
+        "samples/s",
+        "diff.",
+        "GPU-h" if hours == "gpu_hours" else "rank-h",
+        "diff.",
+    )
+    table = Table(*columns, "steps", "s/step", box=box.SIMPLE_HEAD, title=_title(said))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*_cells(row, hours, is_first=row is rows[0]))
+    console = Console()
+    console.print(table)
+    for text in _remarks(said, hours):
+        console.print(text, style="bright_black", markup=False, highlight=False)
+
+
+def _title(said: Mapping[str, Any]) -> str:
+    lengths = f", completions of the lengths {said['lengths']}" if said["lengths"] else ""
+    return f"{said['name']}: {said['steps']} steps measured after {said['warm_up']}{lengths}"
+
+
+def _cells(row: Mapping[str, Any], hours: str, *, is_first: bool) -> Iterator[str]:
+    differences = row["differences"]
+    yield row["name"]
+    yield f"{row['peak_memory_gb']:.4f}"
+    yield "" if is_first else f"{differences['peak_memory_gb']:+.4f}"
+    for key in ("samples_per_second", hours):
+        yield f"{row[key]:.3g}"
+        yield "" if is_first else f"{differences[key]:+.1%}"
+    yield f"{row['steps']:,}"
+    yield f"{row['step_seconds']:.3g}"
+
+
+def _remarks(said: Mapping[str, Any], hours: str) -> Iterator[str]:
+    yield "samples/s as Appendix D of the iGRPO paper counts them, without gradient accumulation."
+    of = "all reserved GPUs" if hours == "gpu_hours" else "all ranks, on CPUs"
+    yield f"Hours of {of} for the steps of the configuration's full length."
+    if len({row["steps"] for row in said["rows"]}) > 1:
+        yield "Steps differ: a step trains as many completions, of more questions where a question has fewer."
+    for name, r in said["published"].items():
+        yield (
+            f"Published, {name} on 16 A100 (Table S.3): {r['peak_memory_gb']} GB, {r['samples_per_second']} samples/s,"
+            f" {r['gpu_hours']} GPU-hours."
+        )

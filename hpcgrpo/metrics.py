@@ -178,6 +178,7 @@ def _rollout_row(rollout: Rollout, **more: Any) -> dict[str, Any]:
         "outcomes": dict(rollout.score.outcomes),
         "answer": prompt.columns.get("answer"),
         "prompt": prompt.text,
+        "prompt_length": len(prompt.token_ids),
         "completion": completion.text,
         "finish_reason": completion.finish_reason,
         "seed": completion.seed,

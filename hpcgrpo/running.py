@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from hpcgrpo import ahead, checkpoint_folder, flops, profiler, rewards
+from hpcgrpo import ahead, checkpoint_folder, flops, profiler, rewards, versions
 from hpcgrpo.algorithms.base import Algorithm
 from hpcgrpo.algorithms.igrpo import REFINE_TEMPLATE, template_of
 from hpcgrpo.arithmetic import Arithmetic
@@ -252,6 +252,7 @@ def lead(run: Run) -> None:
     config = run.config
     resumed = run.trainer.progress.step if run.resumed_from else -1
     check_lease(run)
+    versions.note(config.folder, max(0, resumed))
     journal = Journal(
         config.folder, resumed, config.report_to, config.model_dump(mode="json"), config.log_completions
     )

@@ -294,3 +294,37 @@ def test_predicted_against_resident_memory(ranks: int, tmp_path: Path) -> None:
         predicted = memory.policy(shape, Rows(*case["rows"]), machine).peak_bytes
         print(f"{case['rows']}: predicted {predicted / 1e6:.0f} MB, resident {found / 1e6:.0f} MB")
         assert predicted == pytest.approx(found, rel=0.15), case
+
+
+ZERO3: list[dict[str, Any]] = [
+    {"shape": shape, "rows": rows, "checkpointing": kept, "chunk_bytes": chunk, "bf16": bf16}
+    for shape, rows, kept, chunk in (
+        (LARGE, [256, 4, 192, 1, 2], False, 2**24),
+        (TIED, [128, 4, 256, 1, 2], True, 2**26),
+    )
+    for bf16 in (False, True)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "case", ZERO3, ids=lambda c: f"{'tied' if c['shape'] is TIED else 'untied'}-{c['bf16']}"
+)
+def test_zero3_against_what_its_tensors_hold(case: dict[str, Any], tmp_path: Path) -> None:
+    """DeepSpeed itself on two gloo ranks, a process each case, since it keeps what it made."""
+    pytest.importorskip("deepspeed", reason="pip install 'hpcgrpo[deepspeed]'")
+    (tmp_path / "cases.json").write_text(json.dumps([case]))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         PROGRAM.with_name("zero3_memory.py"), tmp_path / "cases.json"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))[0]
+    shape = shapes.of(Pretrained("case", None, case["shape"]))
+    machine = Machine(2, 2 if case["bf16"] else 4, case["checkpointing"], case["chunk_bytes"], zero3=True)
+    predicted = memory.policy(shape, Rows(*case["rows"]), machine).peak_bytes
+    print(f"predicted {predicted / 1e6:.0f} MB, counted {found / 1e6:.0f} MB")
+    assert predicted == pytest.approx(found, rel=0.10), case

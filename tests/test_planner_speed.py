@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from hpcgrpo import config as configuration
+from hpcgrpo import metrics
 from hpcgrpo.planner import (
     calibrate,
     command,
@@ -34,6 +35,7 @@ from hpcgrpo.planner.hardware import Hardware
 from hpcgrpo.planner.lengths import Known, Lengths, lognormal, read_lengths
 from hpcgrpo.planner.shapes import Shape
 from hpcgrpo.sections import RunConfig
+from hpcgrpo.types import Completion, Prompt, Rollout, Score
 
 ROOT = Path(__file__).parents[1]
 A100 = hardware.find("a100-80gb")
@@ -130,23 +132,30 @@ def written_run(folder: Path, lines: Sequence[dict[str, Any]], rows: Sequence[di
 
 
 def test_a_runs_own_lengths(tmp_path: Path) -> None:
-    """Two drafts and two refinements of one question of 7 tokens; the second prompt has 19."""
-    rows: list[dict[str, Any]] = [{"stage": "draft", "token_ids": [1] * n} for n in (4, 6)]
-    rows += [{"stage": "sample", "token_ids": [1] * n, "kept": n == 8} for n in (8, 10)]
-    line = {
-        "completions/sampled": 4,
-        "completions/mean_length": 9.0,
-        "drafts/mean_length": 5.0,
-        "drafts/prompt_length": 19.0,
-    }
-    step_tokens = 2 * (7 + 19) + 4 + 6 + 8 + 10
-    lines = [{"step": i, "num_tokens": i * step_tokens, **line} for i in (1, 2, 3)]
-    found = read_lengths(written_run(tmp_path / "run", lines, rows))
+    """Two drafts and two refinements of one question of 7 tokens; their prompts have 18 and 20."""
+    drafts: list[dict[str, Any]] = [
+        {"stage": "draft", "token_ids": [1] * n, "prompt_length": 7} for n in (4, 6)
+    ]
+    samples: list[dict[str, Any]] = [
+        {"stage": "sample", "token_ids": [1] * n, "kept": n == 8, "prompt_length": 10 + n} for n in (8, 10)
+    ]
+    found = read_lengths(written_run(tmp_path / "drafted", [], [*drafts, *samples]))
     assert found.completion is not None and found.completion.values == (8, 10)
     assert found.draft is not None and found.draft.values == (4, 6)
-    assert found.prompt is not None and found.prompt.mean == 7
-    assert found.second_prompt is not None and found.second_prompt.mean == 19
+    assert found.prompt is not None and found.prompt.values == (7, 7)
+    assert found.second_prompt is not None and found.second_prompt.values == (18, 20)
     assert found.kept_share == 0.5
+    alone = read_lengths(written_run(tmp_path / "alone", [], samples))
+    assert alone.prompt is not None and alone.prompt.values == (18, 20)
+    assert (alone.draft, alone.second_prompt) == (None, None)
+
+
+def test_the_rows_that_a_run_keeps_tell_their_prompts_length() -> None:
+    prompt = Prompt(0, 3, (), "q", (5, 6, 7), {"answer": "1"}, False)
+    score = Score(1.0, {"accuracy": 1.0}, {"accuracy": "right"})
+    rollout = Rollout(prompt, Completion((8, 9), (-0.1, -0.2), "stop", "a", seed=0), score)
+    (row,) = metrics.held_out_rows({"eval": [rollout]})
+    assert row["prompt_length"] == 3 and len(row["token_ids"]) == 2
 
 
 # ---- decoding

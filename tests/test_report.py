@@ -704,6 +704,52 @@ def test_a_prediction_stands_beside_what_was_measured(run: Run) -> None:
     assert values["ratio:peak_memory_gb"] == pytest.approx(found["memory"]["peak_memory_gb"] / 54.9286)
 
 
+def test_a_calibration_is_used_and_named(run: Run) -> None:
+    """Ten times the learner's rate: the run's own file, else the newest of its neighbours of the same device."""
+    run.steps(20)
+    served = "generation: {backend: vllm}\n"
+    served += "cluster: {nodes: 2, vllm_nodes: 1, gpus_per_node: 2, slurm_constraint: h100}\n"
+    run.write("config.yaml", CONFIG.replace("nobody/tiny-0.1B", "Qwen/Qwen2.5-1.5B-Instruct") + served)
+    plain = facts.collect(run.folder)["predicted"]
+    assert "fitted to no run" in plain["efficiencies"]
+    fitted = "machine: {{name: {}}}\nruns: [logs/a]\nefficiencies: {{learner_flops: {}}}\n"
+    for name, machine in (("other", "a100-80gb"), ("same", "h100")):
+        neighbour = run.folder.parent / name / "efficiencies.yaml"
+        neighbour.parent.mkdir()
+        neighbour.write_text(fitted.format(machine, 4.0))
+    found = facts.collect(run.folder)["predicted"]
+    assert (
+        str(run.folder.parent / "same") in found["efficiencies"]
+        and "fitted to logs/a" in found["efficiencies"]
+    )
+    assert found["time"]["phase_seconds"]["update"] < plain["time"]["phase_seconds"]["update"]
+    run.write("efficiencies.yaml", fitted.format("h100", 0.4))
+    assert str(run.folder / "efficiencies.yaml") in facts.collect(run.folder)["predicted"]["efficiencies"]
+    assert "by the calibration" in page_of(run).said("cost")
+    run.write("efficiencies.yaml", "nothing")
+    assert "has no mapping" in facts.collect(run.folder)["predicted"]["efficiencies"]
+
+
+def test_what_the_run_was_made_with_is_shown_and_what_changed(run: Run) -> None:
+    run.steps(3)
+    first = {"time": 1.0, "step": 0, "torch": "2.13.0", "driver": None, "gpus": ["NVIDIA H100"] * 8,
+             "git": {"commit": "abc", "dirty": False}}  # fmt: skip
+    second = {**first, "step": 2, "torch": "2.13.1", "git": {"commit": "abd", "dirty": True}}
+    run.write("versions.json", json.dumps([first, second]))
+    found = facts.collect(run.folder)["versions"]
+    assert found["run"] == {
+        "torch": "2.13.1",
+        "GPUs of rank 0's node": "8 x NVIDIA H100",
+        "git commit": "abd, with changes that were not committed",
+    }
+    assert found["changed"] == [
+        {"step": 2, "what": "torch", "from": "2.13.0", "to": "2.13.1"},
+        {"step": 2, "what": "git commit", "from": "abc", "to": "abd, with changes that were not committed"},
+    ]
+    said = page_of(run).said("versions")
+    assert "8 x NVIDIA H100" in said and "2.13.0" in said and "What changed between starts" in said
+
+
 def test_a_prediction_that_cannot_be_made_says_why(run: Run) -> None:
     run.steps(20)
     run.profile()

@@ -270,6 +270,23 @@ def write(calibration: Calibration, path: Path) -> None:
         raise ConfigError(f"--output {path}: {error.strerror}; name a file that can be written") from None
 
 
+def stored(folder: Path, hardware: Hardware) -> Path | None:
+    """The calibration to predict a run by: its own, else the newest of the runs beside it on such a device."""
+    own = folder / FILE_NAME
+    if own.is_file():
+        return own
+    found = [p for p in folder.absolute().parent.glob(f"*/{FILE_NAME}") if _is_of(p, hardware)]
+    return max(found, key=lambda p: p.stat().st_mtime, default=None)
+
+
+def _is_of(path: Path, hardware: Hardware) -> bool:
+    try:
+        machine = efficiencies.read(path)[1].get("machine")
+    except ConfigError:
+        return False
+    return isinstance(machine, Mapping) and machine.get("name") == hardware.name
+
+
 def _short(value: float) -> float:
     return float(f"{value:.6g}")
 

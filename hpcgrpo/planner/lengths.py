@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
 
 from hpcgrpo.config_file import ConfigError
-from hpcgrpo.journal import read_metrics
 
 SIGMA = 0.6  # of the logarithm of a completion's length, where only its mean is known
 SAMPLES = 512  # lengths that stand for a distribution
@@ -116,58 +115,32 @@ def _from_run(folder: Path) -> Known:
             f"--lengths {folder}: the run's folder holds no rollouts/step-*.jsonl (log_completions was off, or no step"
             " was finished); take another run, or a YAML file of means"
         )
-    rows = [row for file in files[-20:] for row in _rows(file)]
-    known = _from_rows(rows, str(folder))
-    mean, second = _prompt_lengths(folder, rows)
-    prompt = Lengths((round(mean),), str(folder)) if mean else None
-    if second is None:
-        return replace(known, prompt=known.prompt or prompt)
-    spread = known.draft or known.completion
-    assert spread is not None, "rows without a length are refused"
-    shifted = [max(1, round(second + v - spread.mean)) for v in spread.values]
-    return replace(
-        known, prompt=known.prompt or prompt, second_prompt=Lengths(tuple(sorted(shifted)), str(folder))
-    )
-
-
-def _prompt_lengths(folder: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
-    """Mean tokens of the question, and of the prompt with a draft (None where there is none), by the run's metrics."""
-    lines = [m for m in read_metrics(folder) if "completions/sampled" in m]
-    if len(lines) < 2:
-        return None, None
-    sampled = sum(m["completions/sampled"] for m in lines[1:])
-    tokens = lines[-1]["num_tokens"] - lines[0]["num_tokens"]
-    seconds = [m["drafts/prompt_length"] for m in lines if "drafts/prompt_length" in m]
-    both = fmean(tokens / sampled - _mean_length(m) for m in lines[1:]) if sampled else None
-    if both is None or not seconds:
-        return both, None
-    drafted = [r for r in rows if r.get("stage") == "draft"]
-    share = len(drafted) / len(rows)
-    second = fmean(seconds)
-    return max(1.0, (both - (1 - share) * second) / max(share, 1e-9)), second
-
-
-def _mean_length(line: Mapping[str, Any]) -> float:
-    """Tokens of a completion in one step, drafts included."""
-    own, drafts = line.get("completions/mean_length", 0.0), line.get("drafts/mean_length")
-    return float(own if drafts is None else (own + drafts) / 2)
+    return _from_rows([row for file in files[-20:] for row in _rows(file)], str(folder))
 
 
 def _from_rows(rows: Sequence[Mapping[str, Any]], source: str) -> Known:
-    def lengths(stage: str) -> Lengths | None:
-        found = sorted(_length(row) for row in rows if str(row.get("stage", "sample")) == stage)
+    """Where there are drafts, theirs is the question's prompt and the samples' is the second one."""
+
+    def lengths(stage: str, of: Callable[[Mapping[str, Any]], int]) -> Lengths | None:
+        found = sorted(of(row) for row in rows if str(row.get("stage", "sample")) == stage)
         return Lengths(_thinned(found), source) if found and found[-1] else None
 
-    completion = lengths("sample")
+    completion, draft = lengths("sample", _length), lengths("draft", _length)
     if completion is None:
         raise ConfigError(
             f"{source}: no row of it has token_ids (or a number `length`), so it tells no lengths; give a run's"
             " rollouts/step-*.jsonl"
         )
-    asked = sorted(int(row["prompt_length"]) for row in rows if row.get("prompt_length"))
-    prompt = Lengths(_thinned(asked), source) if asked else None
+    asked = lengths("sample", _prompt_length)
     kept = [bool(row["kept"]) for row in rows if row.get("stage", "sample") == "sample" and "kept" in row]
-    return Known(prompt, completion, lengths("draft"), None, fmean(kept) if kept else None)
+    share = fmean(kept) if kept else None
+    if draft is None:
+        return Known(asked, completion, None, None, share)
+    return Known(lengths("draft", _prompt_length), completion, draft, asked, share)
+
+
+def _prompt_length(row: Mapping[str, Any]) -> int:
+    return int(row.get("prompt_length") or 0)
 
 
 def _length(row: Mapping[str, Any]) -> int:

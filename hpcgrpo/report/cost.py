@@ -121,7 +121,10 @@ def _why(facts: Facts) -> Html | None:
     if "why_not" in predicted:
         return tag("p", f"Nothing is predicted: {predicted['why_not']}", class_="note")
     hardware = predicted["hardware"]
-    lines = [f"Predicted for {hardware['title']} ({hardware['why']})."]
+    lines = [
+        f"Predicted for {hardware['title']} ({hardware['why']}).",
+        f"Times: {predicted['efficiencies']}.",
+    ]
     if facts["profile"].get("device") == "cpu":
         lines.append("Memory on a CPU: measured is the whole process, predicted the learner's tensors alone.")
     lines += [str(line) for line in (*predicted["assumptions"], *predicted["notes"])]

@@ -6,13 +6,15 @@ import platform
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from hpcgrpo import __version__, doctor
+from hpcgrpo import __version__, doctor, versions
+from hpcgrpo.config_file import ConfigError
 from hpcgrpo.evidence import read_json
 from hpcgrpo.report import evaluations, measured, samples
 from hpcgrpo.report.markup import finite
@@ -20,7 +22,6 @@ from hpcgrpo.sections import RunConfig
 
 MAX_CONFIG_CHARACTERS = 100_000
 MAX_STARTS = 50
-PACKAGES = ("torch", "transformers", "vllm", "deepspeed", "math-verify", "submitit")
 BESIDE = (
     "igrpo_table_s3",
     "igrpo_figure_3",
@@ -51,7 +52,7 @@ def collect(folder: Path) -> dict[str, Any]:
         "curves": {name: measured.curve(name, measured.points(lines, name)) for name in metrics},
         "phases": measured.phases(lines, profile),
         "profile": profile,
-        "predicted": predicted(config, profile),
+        "predicted": predicted(config, profile, folder),
         "published": _published(),
         "evaluations": evaluations.results(folder, notes),
         "rolling": evaluations.rolling(folder, notes),
@@ -69,12 +70,15 @@ def _sum(lines: Sequence[Mapping[str, Any]], name: str) -> float:
     return sum(float(value) for line in lines if finite(value := line.get(name)))
 
 
-def predicted(config: RunConfig | None, profile: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What `hpcgrpo plan` says of the configuration, or {"why_not"}; None without a planner or a configuration."""
+def predicted(config: RunConfig | None, profile: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
+    """What `hpcgrpo plan` says of the configuration, or {"why_not"}; None without a planner or a configuration.
+
+    By the efficiencies of a calibration where there is one (`planner.calibrate.stored`), as `efficiencies` says.
+    """
     if config is None:
         return None
     try:
-        from hpcgrpo.planner import hardware, prediction
+        from hpcgrpo.planner import calibrate, hardware, prediction
     except ImportError:
         return None
     try:
@@ -83,9 +87,28 @@ def predicted(config: RunConfig | None, profile: Mapping[str, Any]) -> dict[str,
         measured_on = profile.get("device")
         if measured_on is not None and measured_on != machine.device:
             return {"why_not": f"it ran on {measured_on}, but its configuration asks for no such device"}
-        return prediction.report(prediction.predict(config, machine, why=why))
+        numbers, machine, said = _calibrated(calibrate.stored(folder, machine), machine)
+        found = prediction.report(prediction.predict(config, machine, why=why, numbers=numbers))
+        return {**found, "efficiencies": said}
     except (ValueError, OSError) as error:
         return {"why_not": str(error)}
+
+
+def _calibrated(path: Path | None, machine: Any) -> tuple[Any, Any, str]:
+    """Efficiencies (None: the defaults), the machine they belong to, and where they are from, in words."""
+    from hpcgrpo.planner import calibrate, efficiencies
+
+    plain = "by the efficiencies' defaults, fitted to no run; hpcgrpo plan --calibrate RUN fits them"
+    if path is None:
+        return None, machine, plain
+    try:
+        numbers, extra = efficiencies.read(path)
+    except ConfigError as error:
+        return None, machine, f"{plain} ({error})"
+    runs = extra.get("runs")
+    fitted = f", fitted to {', '.join(map(str, runs))}" if isinstance(runs, list) and runs else ""
+    seconds = f"; seconds {extra['seconds']}" if isinstance(extra.get("seconds"), str) else ""
+    return numbers, calibrate.machine_of(extra, machine), f"by the calibration {path}{fitted}{seconds}"
 
 
 # ---- the configuration
@@ -200,22 +223,40 @@ def _published() -> dict[str, Any]:
 
 
 def _versions(folder: Path) -> dict[str, Any]:
-    """Of what made the report, and what the run itself kept of its own."""
-    installed = {}
-    for package in PACKAGES:
-        try:
-            installed[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    """Of what made the report, and of what made the run: its newest start, and how earlier ones differed."""
     models = sorted((folder / "checkpoints").glob("checkpoint-*/config.json"))
     saved = next((v for p in models[::-1] if (v := read_json(p).get("transformers_version"))), None)
+    starts = versions.read(folder)
+    told = [_told(start) for start in starts]
     return {
         "report": {
             "hpcgrpo": __version__,
             "python": sys.version.split()[0],
             "platform": platform.platform(),
             "host": socket.gethostname(),
-            **installed,
+            **versions.installed(),
         },
-        "run": {"transformers, as its checkpoint says": saved} if saved else {},
+        "run": {
+            **(told[-1] if told else {}),
+            **({"transformers, as its checkpoint says": saved} if saved else {}),
+        },
+        "changed": [
+            {"step": new.get("step"), "what": key, "from": before.get(key), "to": after.get(key)}
+            for new, before, after in zip(starts[1:], told, told[1:], strict=False)
+            for key in {**before, **after}
+            if before.get(key) != after.get(key)
+        ][-MAX_STARTS:],
     }
+
+
+def _told(start: Mapping[str, Any]) -> dict[str, str]:
+    """A start's versions as text; what it has none of is left out."""
+    found = {k: v for k, v in start.items() if k not in ("time", "step") and v not in (None, [], {})}
+    gpus, git = found.pop("gpus", None), found.pop("git", None)
+    if isinstance(gpus, list):
+        counted = Counter(map(str, gpus))
+        found["GPUs of rank 0's node"] = ", ".join(f"{n} x {name}" for name, n in counted.items())
+    if isinstance(git, Mapping):
+        changed = {True: ", with changes that were not committed", None: ", perhaps with changes"}
+        found["git commit"] = f"{git.get('commit')}{changed.get(git.get('dirty'), '')}"
+    return {str(k): str(v) for k, v in found.items()}

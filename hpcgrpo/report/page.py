@@ -254,9 +254,15 @@ def _config(facts: Facts) -> Html | None:
 
 def _versions(facts: Facts) -> Html:
     versions = facts["versions"]
-    rows = [[k, v] for k, v in versions["run"].items()]
-    rows += [[k, v] for k, v in versions["report"].items()]
-    return table("Where this report was made, which need not be where the run was", ("what", "version"), rows)
+    said = "What the run was made with, by rank 0 of its newest start"
+    rows = [[k, tag("bdi", v)] for k, v in versions["run"].items()]
+    own = table(said, ("what", "version"), rows) if rows else None
+    changes = [[c["step"], c["what"], c["from"] or "–", c["to"] or "–"] for c in versions["changed"]]
+    heads = ("going on from step", "what", "before", "then")
+    changed = table("What changed between starts", heads, changes) if changes else None
+    report = [[k, v] for k, v in versions["report"].items()]
+    caption = "Where this report was made, which need not be where the run was"
+    return join(own, changed, table(caption, ("what", "version"), report))
 
 
 def _footer(facts: Facts) -> Html:

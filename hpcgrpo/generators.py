@@ -112,6 +112,7 @@ def engines_client(
         stopping=attempt.urgent,
         starved=trainer.starved,
         moved=attempt.beat,
+        counts=trainer.ranks.rank == 0,
     )
 
 

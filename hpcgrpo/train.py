@@ -159,7 +159,7 @@ def assemble(config: RunConfig, ranks: GlooRanks, device: torch.device, attempt:
         generator=None,  # type: ignore[arg-type]  # set below: it calls the trainer back
         learner=learner,
         prompts=prompts,
-        score=score.score,
+        grading=score.grading,
         refine=renderer.refine,
         learning_rate=learning_rate(config, counts),
         ranks=ranks,

@@ -13,7 +13,9 @@ from hpcgrpo.algorithms.codistill import kd_metrics
 from hpcgrpo.generation.hints import hinted
 from hpcgrpo.metrics import Update, learning_metrics, rollout_metrics
 from hpcgrpo.profiler import Profile
+from hpcgrpo.rewards import Grading
 from hpcgrpo.types import (
+    Arrived,
     Completion,
     Group,
     MicroBatch,
@@ -21,7 +23,6 @@ from hpcgrpo.types import (
     Request,
     Rollout,
     Sampling,
-    Score,
     Stopped,
     stable_seed,
 )
@@ -30,11 +31,14 @@ from hpcgrpo.types import (
 class Generator(Protocol):
     """Samples completions from the policy's weights as last pushed."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]: ...
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived | None = None
+    ) -> list[Completion]: ...
+
+    def metrics(self) -> dict[str, float]: ...
 
     def update_weights(self, tensors: Callable[[], Iterable[tuple[str, Any]]], version: int) -> None:
         """Take new weights; collective. `tensors` may be asked for more than once, by all ranks together."""
-        ...
 
 
 class Learner(Protocol):
@@ -46,11 +50,9 @@ class Learner(Protocol):
 
     def logprobs_of(self, micro_batches: Sequence[MicroBatch]) -> dict[int, tuple[float, ...]]:
         """Log-probs of every row's tokens at the present weights, by `Row.index`."""
-        ...
 
     def as_peer(self, rows: Any) -> Any:
         """Another learner's prepared rows with this policy's log-probs as their `peer` stream."""
-        ...
 
     def update(self, rows: Any, loss: Loss, *, learning_rate: float) -> dict[str, float]: ...
 
@@ -76,7 +78,6 @@ class Ranks(Protocol):
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Trainer:
     generator: Generator
     learner: Learner
     prompts: Prompts
-    score: Callable[[Sequence[Prompt], Sequence[Completion]], list[Score]]
+    grading: Callable[[Sequence[Prompt]], Grading]
     refine: Callable[..., Prompt]
     learning_rate: Callable[[int], float]  # of the n-th optimizer step
     ranks: Ranks
@@ -176,6 +177,7 @@ class Trainer:
                     **kd_metrics(groups, self.algorithm.options),
                     "completions/discarded": float(self.discarded),
                     "prompts/dropped": float(self.dropped),
+                    **self.generator.metrics(),
                     **metrics,
                 },
                 credited,
@@ -186,6 +188,7 @@ class Trainer:
 
         Raises Stopped on all ranks where one is to stop at once: nothing of the step has been learnt then.
         """
+        self.generator.metrics()  # what was sampled between the steps does not count
         exploration = Exploration(self, self.progress.position)
         mine = exploration.more()
         groups = [replace(g, rank=self.ranks.rank) for g in self.algorithm.explore(mine, exploration)]
@@ -312,11 +315,9 @@ class Trainer:
         if self.peer is not None and self.peer.generator is not None:
             self.peer.generator.update_weights(self.peer.learner.full_parameters, self.progress.updates)
 
-    def _generate(
-        self, generator: Generator, requests: Sequence[Request], sampling: Sampling
-    ) -> list[Completion]:
+    def _generate(self, generator: Generator, *asked: Any) -> list[Completion]:
         try:
-            return generator.generate(requests, sampling)
+            return generator.generate(*asked)
         except Stopped as stop:
             if not stop.agreed:  # the other ranks are in `exchange`, or on their way there
                 self.ranks.gather(("stop", None))
@@ -335,19 +336,20 @@ class Trainer:
 
         `generator` None is the actor's.
         """
-        requests = [
-            Request(p.token_ids, stable_seed(self.setup.seed, p.position, stage, i))
-            for p in prompts
-            for i in range(num)
-        ]
-        with self.profile.phase("generate"):
-            if hint_tokens:
-                completions = self._hinted(requests, sampling, hint_tokens)
-            else:
-                completions = self._generate(generator or self.generator, requests, sampling)
         repeated = [p for p in prompts for _ in range(num)]
-        with self.profile.phase("grade"):
-            scores = self.score(repeated, completions)
+        seeds = [stable_seed(self.setup.seed, p.position, stage, i % num) for i, p in enumerate(repeated)]
+        rows = [None if stage.startswith("eval") else p.row for p in repeated]  # those are other data's rows
+        asked = zip(repeated, seeds, rows, strict=True)
+        requests = [Request(p.token_ids, seed, row) for p, seed, row in asked]
+        with self.grading(repeated) as grading:
+            with self.profile.phase("generate"):
+                if hint_tokens:
+                    completions = self._hinted(requests, sampling, hint_tokens)
+                else:
+                    chosen = generator or self.generator
+                    completions = self._generate(chosen, requests, sampling, grading.submit)
+            with self.profile.phase("grade"):  # what is left of it
+                scores = grading.scores(completions)
         made = [Rollout(*parts) for parts in zip(repeated, completions, scores, strict=True)]
         return [tuple(made[i : i + num]) for i in range(0, len(made), num)]
 

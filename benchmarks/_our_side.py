@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -15,9 +15,11 @@ from _side import StepClock
 
 from hpcgrpo.config import parse
 from hpcgrpo.journal import Journal
+from hpcgrpo.rewards import Grading
 from hpcgrpo.running import Run, steps, write_profile
 from hpcgrpo.sections import RunConfig
 from hpcgrpo.train import assemble, join
+from hpcgrpo.types import Prompt
 
 REWARD = f"{Path(__file__).with_name('_side.py')}:digits"
 
@@ -63,7 +65,14 @@ def watch(run: Run, clock: StepClock) -> None:
     """Put phase clocks around what the loop calls."""
     trainer, learner = run.trainer, run.trainer.learner
     trainer.explorer.generator.generate = clock.timed(trainer.explorer.generator.generate, "generate")  # type: ignore[method-assign]
-    trainer.explorer.score = clock.timed(trainer.explorer.score, "score")
+    grading = trainer.explorer.grading
+
+    def timed_grading(prompts: Sequence[Prompt]) -> Grading:
+        made = grading(prompts)
+        made.scores = clock.timed(made.scores, "score")  # type: ignore[method-assign]
+        return made
+
+    trainer.explorer.grading = timed_grading
     trainer.algorithm = replace(trainer.algorithm, loss=clock.timed(trainer.algorithm.loss, "forward"))
     time_forward(learner.model, clock)
     backward: Callable[..., Any] = clock.timed(torch.Tensor.backward, "backward")

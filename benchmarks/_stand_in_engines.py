@@ -1,6 +1,6 @@
-"""Engines of known speed: a process each that answers vLLM's completions after a fixed time, so many at once.
+"""Engines of known speed: a process each that answers vLLM's completions after a known time, so many at once.
 
-    with stand_ins(8, capacity=16, seconds=1.5, answers=answers) as urls: ...
+    with stand_ins(8, capacity=16, seconds=1.5, lengths=[...], longest=4096) as urls: ...
 
 What it costs them is little, so that the client is measured and not they: answers are made before, from token ids and
 log-probs of the lengths asked for, in the format that vLLM 0.32 gives for `logprobs: 0` and `return_token_ids`; the
@@ -14,9 +14,10 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 VOCABULARY = 152_064
 MARK = b'"prompt":['
@@ -55,8 +56,11 @@ def drawn_lengths(count: int, *, mean: float, longest: int, seed: int = 0) -> li
 
 
 class _Engine:
-    def __init__(self, capacity: int, seconds: float, lengths: Sequence[int], longest: int) -> None:
-        self.slots, self.seconds = asyncio.Semaphore(capacity), seconds
+    def __init__(
+        self, capacity: int, seconds: float, token_seconds: float, lengths: Sequence[int], longest: int
+    ) -> None:
+        self.slots = asyncio.Semaphore(capacity)
+        self.seconds = [seconds + token_seconds * n for n in lengths]
         self.answers = [answer(n, longest=longest, seed=i) for i, n in enumerate(lengths)]
         self.count = 0
 
@@ -65,10 +69,11 @@ class _Engine:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 size = next(x for x in head.lower().split(b"\r\n") if x.startswith(b"content-length"))
                 asked = await reader.readexactly(int(size.split(b":")[1]))
-                before, after = self.answers[self.count % len(self.answers)]
+                which = self.count % len(self.answers)
+                before, after = self.answers[which]
                 self.count += 1
                 async with self.slots:
-                    await asyncio.sleep(self.seconds)
+                    await asyncio.sleep(self.seconds[which])
                 start = asked.index(MARK) + len(MARK)
                 prompt = asked[start : asked.index(b"]", start)]
                 writer.write(
@@ -81,8 +86,9 @@ class _Engine:
             writer.close()
 
 
-async def _main(capacity: str, seconds: str, longest: str, *lengths: str) -> None:
-    engine = _Engine(int(capacity), float(seconds), [*map(int, lengths)], int(longest))
+async def _main(capacity: str, seconds: str, token_seconds: str, longest: str, *lengths: str) -> None:
+    times = float(seconds), float(token_seconds)
+    engine = _Engine(int(capacity), *times, [*map(int, lengths)], int(longest))
     server = await asyncio.start_server(engine.serve, "127.0.0.1", 0, backlog=1024, limit=2**20)
     print(server.sockets[0].getsockname()[1], flush=True)
     await asyncio.to_thread(sys.stdin.read)  # until the benchmark closes it or ends
@@ -90,10 +96,18 @@ async def _main(capacity: str, seconds: str, longest: str, *lengths: str) -> Non
 
 @contextmanager
 def stand_ins(
-    count: int, *, capacity: int, seconds: float, lengths: Sequence[int], longest: int
+    count: int,
+    *,
+    capacity: int,
+    lengths: Sequence[int],
+    longest: int,
+    seconds: float = 0.0,
+    token_seconds: float = 0.0,
 ) -> Iterator[list[str]]:
-    """-> the urls of `count` engines; each answers with completions of these lengths in turn."""
-    command = [sys.executable, str(Path(__file__)), *map(str, (capacity, seconds, longest, *lengths))]
+    """-> the urls of `count` engines; each answers with completions of these lengths in turn, `seconds` after it has
+    begun with one and `token_seconds` more for each of its tokens."""
+    given = (capacity, seconds, token_seconds, longest, *lengths)
+    command = [sys.executable, str(Path(__file__)), *map(str, given)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     processes = [subprocess.Popen(command, text=True, **pipes) for _ in range(count)]  # type: ignore[call-overload]
     try:
@@ -102,7 +116,40 @@ def stand_ins(
         for process in processes:
             process.stdin.close()
         for process in processes:
+            process.terminate()
             process.wait(10)
+
+
+class _Started:
+    """A sync for engines that hold their weights from the start."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.urls = list(urls)
+
+    def push(self, tensors: Any, version: int) -> list[str]:
+        return self.urls
+
+
+def learner_client(urls: Sequence[str], decode: Callable[[Sequence[int]], str], lanes: int) -> Any:
+    """The client of a learner rank, for engines that hold version 0."""
+    from hpcgrpo.generation.vllm import VllmGenerator
+
+    client = VllmGenerator(
+        urls=urls,
+        secret="s",
+        sync=_Started(urls),
+        decode=decode,
+        stop_token_ids=[2],
+        max_concurrency=lanes,
+        request_timeout_seconds=600.0,
+        server_timeout_seconds=60.0,
+        max_staleness=0,
+        stopping=lambda: False,
+        starved=lambda: None,
+        moved=lambda: None,
+    )
+    client.update_weights(list, 0)
+    return client
 
 
 if __name__ == "__main__":

@@ -15,17 +15,17 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle
 from typing import Any
 
 import httpx
-from _stand_in_engines import VOCABULARY, drawn_lengths, stand_ins
+from _stand_in_engines import VOCABULARY, drawn_lengths, learner_client, stand_ins
 
 from hpcgrpo.generation.http import Response
-from hpcgrpo.generation.vllm import VllmGenerator
 from hpcgrpo.generation.wire import body, read
 from hpcgrpo.types import Request, Sampling
 
@@ -49,60 +49,40 @@ class Run:
         return self.requests / self.seconds / self.bound
 
 
-class Started:
-    """A sync for engines that hold their weights from the start."""
-
-    def __init__(self, urls: Sequence[str]) -> None:
-        self.urls = list(urls)
-
-    def push(self, tensors: Any, version: int) -> list[str]:
-        return self.urls
-
-
 def ours(
     decode: Callable[[Sequence[int]], str], urls: Sequence[str], requests: Sequence[Request], lanes: int
 ) -> None:
     """The run's own client, as a learner rank has it."""
-    client = VllmGenerator(
-        urls=urls,
-        secret="s",
-        sync=Started(urls),
-        decode=decode,
-        stop_token_ids=[2],
-        max_concurrency=lanes,
-        request_timeout_seconds=600.0,
-        server_timeout_seconds=60.0,
-        max_staleness=0,
-        stopping=lambda: False,
-        starved=lambda: None,
-        moved=lambda: None,
-    )
-    client.update_weights(list, 0)
+    client = learner_client(urls, decode, lanes)
     client.stream(requests, SAMPLING, lambda i, completion: None)
 
 
 def on_httpx(
     decode: Callable[[Sequence[int]], str], urls: Sequence[str], requests: Sequence[Request], lanes: int
 ) -> None:
-    """The obvious alternative: httpx.AsyncClient, engines in turn, as many requests in flight."""
+    """The obvious alternative: an httpx.AsyncClient for each engine, engines in turn, as many requests in flight."""
 
-    async def lane(client: httpx.AsyncClient, todo: Any) -> None:
+    async def lane(clients: Mapping[str, httpx.AsyncClient], todo: Iterator[tuple[int, str]]) -> None:
         for i, url in todo:
             content = body(requests[i], SAMPLING, model="policy", stop_token_ids=[2])
-            headers = {
-                "Authorization": "Bearer s",
-                "X-Minimum-Version": "0",
-                "Content-Type": "application/json",
-            }
-            answer = await client.post(f"{url}/v1/completions", content=content, headers=headers)
+            answer = await clients[url].post("/v1/completions", content=content)
             response = Response(url, answer.status_code, answer.headers, answer.content)
             read(response, requests[i], SAMPLING, minimum=0, decode=decode, check_echo=not i)
 
     async def run() -> None:
+        headers = {"Authorization": "Bearer s", "X-Minimum-Version": "0", "Content-Type": "application/json"}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
         todo = iter(zip(range(len(requests)), cycle(urls), strict=False))
-        async with httpx.AsyncClient(limits=limits, timeout=600.0, trust_env=False) as client:
-            await asyncio.gather(*(lane(client, todo) for _ in range(lanes)))
+        async with AsyncExitStack() as stack:
+            options: dict[str, Any] = {
+                "headers": headers,
+                "limits": limits,
+                "timeout": 600.0,
+                "trust_env": False,
+            }
+            opened = [httpx.AsyncClient(base_url=url, **options) for url in urls]
+            clients = {url: await stack.enter_async_context(c) for url, c in zip(urls, opened, strict=True)}
+            await asyncio.gather(*(lane(clients, todo) for _ in range(lanes)))
 
     asyncio.run(run())
 

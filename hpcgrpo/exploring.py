@@ -10,14 +10,15 @@ from typing import Any, Literal, Protocol
 from hpcgrpo.algorithms.base import Algorithm
 from hpcgrpo.generation.hints import hinted
 from hpcgrpo.profiler import Profile
+from hpcgrpo.rewards import Grading
 from hpcgrpo.types import (
+    Arrived,
     Completion,
     Group,
     Prompt,
     Request,
     Rollout,
     Sampling,
-    Score,
     Stopped,
     stable_seed,
 )
@@ -29,11 +30,15 @@ Drafts = Mapping[int, tuple[Rollout, ...]]  # by Prompt.position
 class Generator(Protocol):
     """Samples completions from the policy's weights as last pushed."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]: ...
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived | None = None
+    ) -> list[Completion]: ...
+
+    def metrics(self) -> dict[str, float]:
+        """Of what was sampled since the last call."""
 
     def update_weights(self, tensors: Callable[[], Iterable[tuple[str, Any]]], version: int) -> None:
         """Take new weights; collective. `tensors` may be asked for more than once, by all ranks together."""
-        ...
 
 
 class Prompts(Protocol):
@@ -55,11 +60,9 @@ class Ranks(Protocol):
 
     def wait(self) -> None:
         """Return once every rank is here."""
-        ...
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
-        ...
 
 
 def gather(ranks: Ranks, profile: Profile, value: Any) -> list[Any]:
@@ -96,6 +99,7 @@ class Explored:
     position: int  # of the next prompt that nobody has taken
     discarded: int = 0  # completions whose groups were not taken (refill)
     dropped: int = 0  # prompts that the generator could not answer
+    metrics: Mapping[str, float] = field(default_factory=dict)  # the generator's own; each rank has its own
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ class Explorer:
     algorithm: Algorithm
     generator: Generator
     prompts: Prompts
-    score: Callable[[Sequence[Prompt], Sequence[Completion]], list[Score]]
+    grading: Callable[[Sequence[Prompt]], Grading]
     refine: Callable[..., Prompt]
     ranks: Ranks
     profile: Profile
@@ -132,6 +136,7 @@ class Explorer:
 
         Raises Stopped on all ranks where one is to stop at once.
         """
+        self.generator.metrics()  # what was sampled between the steps does not count
         exploration = Exploration(self, position, drafted or {})
         mine = exploration.more()
         groups = [replace(g, rank=self.ranks.rank) for g in self.algorithm.explore(mine, exploration)]
@@ -146,6 +151,7 @@ class Explorer:
             exploration.position,
             discarded=sum(sampled for _, sampled, _ in shares) - used,
             dropped=sum(dropped for _, _, dropped in shares),
+            metrics=self.generator.metrics(),
         )
 
     def ahead(self, stage: Stage, position: int, push: Callable[[], None]) -> Ready:
@@ -212,28 +218,27 @@ class Explorer:
 
         `generator` None is the actor's.
         """
-        requests = [
-            Request(p.token_ids, stable_seed(self.setup.seed, p.position, stage, i))
-            for p in prompts
-            for i in range(num)
-        ]
-        two = self.algorithm.num_drafts > 0
-        with self.profile.phase(f"generate/stage_{1 + (stage != 'draft')}" if two else "generate"):
-            if hint_tokens:
-                completions = self._hinted(requests, sampling, hint_tokens)
-            else:
-                completions = self._generate(generator or self.generator, requests, sampling)
         repeated = [p for p in prompts for _ in range(num)]
-        with self.profile.phase("grade"):
-            scores = self.score(repeated, completions)
+        seeds = [stable_seed(self.setup.seed, p.position, stage, i % num) for i, p in enumerate(repeated)]
+        rows = [None if stage.startswith("eval") else p.row for p in repeated]  # those are other data's rows
+        asked = zip(repeated, seeds, rows, strict=True)
+        requests = [Request(p.token_ids, seed, row) for p, seed, row in asked]
+        two = self.algorithm.num_drafts > 0
+        with self.grading(repeated) as grading:
+            with self.profile.phase(f"generate/stage_{1 + (stage != 'draft')}" if two else "generate"):
+                if hint_tokens:
+                    completions = self._hinted(requests, sampling, hint_tokens)
+                else:
+                    chosen = generator or self.generator
+                    completions = self._generate(chosen, requests, sampling, grading.submit)
+            with self.profile.phase("grade"):  # what is left of it
+                scores = grading.scores(completions)
         made = [Rollout(*parts) for parts in zip(repeated, completions, scores, strict=True)]
         return [tuple(made[i : i + num]) for i in range(0, len(made), num)]
 
-    def _generate(
-        self, generator: Generator, requests: Sequence[Request], sampling: Sampling
-    ) -> list[Completion]:
+    def _generate(self, generator: Generator, *asked: Any) -> list[Completion]:
         try:
-            return generator.generate(requests, sampling)
+            return generator.generate(*asked)
         except Stopped as stop:
             if not stop.agreed:  # the other ranks are in `exchange`, or on their way there
                 self._gather(("stop", None))

@@ -113,6 +113,7 @@ def engines_client(
         stopping=attempt.urgent,
         starved=trainer.explorer.starved,
         moved=attempt.beat,
+        counts=trainer.ranks.rank == 0,
     )
 
 

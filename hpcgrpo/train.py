@@ -172,7 +172,7 @@ def assemble(config: RunConfig, ranks: GlooRanks, device: torch.device, attempt:
         algorithm=algorithm,
         generator=None,  # type: ignore[arg-type]  # set below: it calls the explorer back
         prompts=prompts,
-        score=score.score,
+        grading=score.grading,
         refine=renderer.refine,
         ranks=ranks.another(),
         profile=profile,

@@ -27,11 +27,9 @@ class Learner(Protocol):
 
     def logprobs_of(self, micro_batches: Sequence[MicroBatch]) -> dict[int, tuple[float, ...]]:
         """Log-probs of every row's tokens at the present weights, by `Row.index`."""
-        ...
 
     def as_peer(self, rows: Any) -> Any:
         """Another learner's prepared rows with this policy's log-probs as their `peer` stream."""
-        ...
 
     def update(self, rows: Any, loss: Loss, *, learning_rate: float) -> dict[str, float]: ...
 
@@ -99,6 +97,7 @@ class Trainer:
                     **kd_metrics(groups, self.algorithm.options),
                     "completions/discarded": float(explored.discarded),
                     "prompts/dropped": float(explored.dropped),
+                    **explored.metrics,
                     **metrics,
                 },
                 credited,

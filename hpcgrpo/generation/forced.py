@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcgrpo.generation.decoded import Decoded
-from hpcgrpo.types import Completion, Request, Sampling
+from hpcgrpo.types import Arrived, Completion, Request, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 class Sampler(Protocol):
     """What samples for real, and takes `Request.length`."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]: ...
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived | None = None
+    ) -> list[Completion]: ...
+
+    def metrics(self) -> dict[str, float]: ...
 
     def update_weights(self, tensors: Callable[[], Iterable[tuple[str, Tensor]]], version: int) -> None: ...
 
@@ -36,11 +40,18 @@ class ForcedGenerator:
             raise ValueError(f"lengths {list(lengths)[:5]}: give at least one, each of 1 token or more")
         self.sampler, self.lengths = sampler, tuple(lengths)
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived | None = None
+    ) -> list[Completion]:
         """One completion per request, in their order; a length is cut at `max_completion_length`."""
         longest = sampling.max_completion_length
         forced = [replace(r, length=min(longest, self.lengths[r.seed % len(self.lengths)])) for r in requests]
-        return [_ended(c, longest) for c in self.sampler.generate(forced, sampling)]
+        told = None if arrived is None else lambda i, completion: arrived(i, _ended(completion, longest))
+        return [_ended(c, longest) for c in self.sampler.generate(forced, sampling, told)]
+
+    def metrics(self) -> dict[str, float]:
+        """As the other generator's."""
+        return self.sampler.metrics()
 
     def update_weights(self, tensors: Callable[[], Iterable[tuple[str, Any]]], version: int) -> None:
         """As the other generator's."""

@@ -56,7 +56,6 @@ class TransformersGenerator:
         self._decoder = PlainDecoder(model) if plain else None
         self.weights_version = 0
         self._decoded = Decoded()
-        self._asked_tokens = self._read_tokens = 0  # of prompts, since `metrics` was last asked
         self._whole = True  # False once an update broke off half-way
         self._is_eos = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=model.device)
         self._is_eos[list(eos_token_ids)] = True
@@ -104,11 +103,8 @@ class TransformersGenerator:
         return {"": done}
 
     def metrics(self) -> dict[str, float]:
-        """`generation/prefix_cache_hit_rate`: the share of prompt tokens since the last call that were not computed,
-        since their prompt had been in the same batch; {} where nothing was sampled."""
-        asked, read = self._asked_tokens, self._read_tokens
-        self._asked_tokens = self._read_tokens = 0
-        return {"generation/prefix_cache_hit_rate": 1 - read / asked} if asked else {}
+        """Nothing: what would be told of engines holds here by construction, each prompt is read once a batch."""
+        return {}
 
     @torch.no_grad()
     def update_weights(self, tensors: Callable[[], Iterable[tuple[str, Tensor]]], version: int) -> None:
@@ -201,8 +197,6 @@ class TransformersGenerator:
         for length in sorted({len(p) for p in prompts}):
             batch = [i for i, p in enumerate(prompts) if len(p) == length]
             place = {p: n for n, p in enumerate(dict.fromkeys(prompts[i] for i in batch))}
-            self._asked_tokens += length * len(batch)
-            self._read_tokens += length * len(place)
             read = DynamicCache(config=self.model.config)
             last = self._last_logits(torch.tensor(list(place), device=device), read)
             if not slabs:

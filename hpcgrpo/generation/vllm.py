@@ -91,18 +91,19 @@ class VllmGenerator:
         stopping: Callable[[], bool],
         starved: Callable[[], None],
         moved: Callable[[], None],
+        counts: bool = True,
     ) -> None:
         """`decode` turns token ids into text without special tokens; a completion ends with the first of
         `stop_token_ids`. `max_staleness` is in optimizer steps. `stopping` is asked four times a second; `starved`
         is called where engines answer but none holds the weights, and returns once all ranks pushed them again;
-        `moved` is called for each completion.
+        `moved` is called for each completion. `counts`: whether `metrics` asks the engines, which one rank does.
         """
         self.sync, self.decode, self.model = sync, decode, model
         self.stop_token_ids = sorted(stop_token_ids)
         self.max_concurrency, self.max_staleness = max_concurrency, max_staleness
         self.request_timeout_seconds = request_timeout_seconds
         self.server_timeout_seconds = server_timeout_seconds
-        self.stopping, self.starved, self.moved = stopping, starved, moved
+        self.stopping, self.starved, self.moved, self.counts = stopping, starved, moved, counts
         self.weights_version: int | None = None
         self.dropped = 0
         self.drop_reasons: deque[str] = deque(maxlen=KEPT_REASONS)
@@ -125,7 +126,8 @@ class VllmGenerator:
 
     def metrics(self) -> dict[str, float]:
         """`generation/prefix_cache_hit_rate`, as `PrefixCache.rate`; without engines that do not answer at once."""
-        asyncio.run(self._count())
+        if self.counts:
+            asyncio.run(self._count())
         rate = self._prefix_cache.rate()
         return {} if rate is None else {"generation/prefix_cache_hit_rate": rate}
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from hpcgrpo.algorithms.base import Algorithm
+from hpcgrpo.balance import Cost
 from hpcgrpo.generation.hints import hinted
 from hpcgrpo.profiler import Profile
 from hpcgrpo.rewards import Grading
@@ -87,6 +88,9 @@ class Setup:
     max_refine_prompt_length: int  # tokens of a prompt with a draft in it
     temperature: float
     shared_prefix: bool
+    cost: Cost = field(
+        default_factory=Cost
+    )  # of training on a row, by which steps are shared out over the ranks
     ahead: Stage | None = None  # what of the next step is sampled while this one is learnt
     spare_staleness: int = 0  # optimizer steps that a server may lie behind the weights as last pushed
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hpcgrpo import ahead, rewards
+from hpcgrpo import ahead, pretrained, rewards
 from hpcgrpo.arithmetic import Arithmetic, arithmetic
 from hpcgrpo.attempt import Attempt
 from hpcgrpo.config import ConfigError
@@ -146,19 +146,11 @@ def threads_per_rank(config: RunConfig) -> int:
 
 def assemble(config: RunConfig, ranks: GlooRanks, device: torch.device, attempt: Attempt | None) -> Run:
     """Build every part and bring it to the newest complete checkpoint's state."""
-    from transformers import AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # one bar: the training's own
-    logging.set_verbosity_error()
     moved = attempt.beat if attempt is not None else lambda: None
     settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     profile = Profile(moved=moved, settle=settle)
     algorithm = config.build_algorithm()
-    tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path)
-    renderer = build_renderer(
-        tokenizer, system_prompt=config.data.system_prompt, chat_template=config.data.chat_template
-    )
+    tokenizer, renderer = load_tokenizer(config)
     prompts = training_prompts(config, renderer)
     counts = arithmetic(config, algorithm, len(prompts))
     graders = config.grader_processes or threads_per_rank(config)
@@ -190,12 +182,7 @@ def assemble(config: RunConfig, ranks: GlooRanks, device: torch.device, attempt:
         progress=Progress(),
         profile=profile,
     )
-    explorer.push = trainer.sync
-    trainer.check_parity = parity_check(config, trainer, learner)
-    explorer.generator = build_generator(config, trainer, learner, tokenizer, attempt)
-    if algorithm.needs_peer:
-        trainer.peer = build_peer(config, trainer, tokenizer, attempt, device)
-        explorer.peer_generator = trainer.peer.generator
+    connect(config, trainer, learner, tokenizer, attempt)
     checkpoints = checkpoint.Checkpoints(
         config.folder / "checkpoints", config.train.save_total_limit, ranks.group
     )
@@ -213,6 +200,33 @@ def assemble(config: RunConfig, ranks: GlooRanks, device: torch.device, attempt:
         device,
         resumed,
         attempt,
+    )
+
+
+def connect(
+    config: RunConfig, trainer: Trainer, learner: FsdpLearner, tokenizer: Any, attempt: Attempt | None
+) -> None:
+    """What calls the trainer back, or is as large as a learner: the generators, and the other policy."""
+    explorer = trainer.explorer
+    explorer.push = trainer.sync
+    trainer.check_parity = parity_check(config, trainer, learner)
+    explorer.generator = build_generator(config, trainer, learner, tokenizer, attempt)
+    if trainer.algorithm.needs_peer:
+        trainer.peer = build_peer(config, trainer, tokenizer, attempt, learner.device)
+        explorer.peer_generator = trainer.peer.generator
+
+
+def load_tokenizer(config: RunConfig) -> tuple[Any, Renderer]:
+    """The model's tokenizer, and what renders questions with it."""
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # one bar: the training's own
+    logging.set_verbosity_error()
+    tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path)
+    data = config.data
+    return tokenizer, build_renderer(
+        tokenizer, system_prompt=data.system_prompt, chat_template=data.chat_template
     )
 
 
@@ -338,6 +352,7 @@ def setup(config: RunConfig, counts: Arithmetic, device: torch.device) -> Setup:
         max_refine_prompt_length=counts.max_refine_prompt_length or length,
         temperature=generation.temperature,
         shared_prefix=attention_choice(config.train.attn_implementation, device.type)[0] == "packed",
+        cost=pretrained.find(config.model_name_or_path, offline=False).training_cost,
         ahead=generation.ahead,
         spare_staleness=max(0, (generation.max_staleness or 0) - behind),
     )

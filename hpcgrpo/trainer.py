@@ -217,6 +217,7 @@ class Trainer:
             max_completion_length=self.setup.max_completion_length,
             rows_per_device=self.setup.rows_per_device,
             shared_prefix=self.setup.shared_prefix,
+            cost=self.setup.cost,
         )
 
     def sync(self) -> None:

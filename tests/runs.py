@@ -72,7 +72,7 @@ def tensors(state: Path, scratch: Path) -> dict[str, torch.Tensor]:
 def metrics(folder: Path) -> list[dict[str, float]]:
     """metrics.jsonl without what a clock or the allocator measured."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    clocked = ("timing_s/", "timing_cpu_s/", "timing_ahead_s/", "perf/", "step_time")
+    clocked = ("timing_s/", "timing_cpu_s/", "timing_ahead_s/", "perf/", "step_time", "generation/")
     return [{k: v for k, v in line.items() if not k.startswith(clocked)} for line in lines]
 
 

@@ -91,7 +91,7 @@ def test_what_a_test_leaves_behind_is_found_and_ended(cluster: Cluster) -> None:
     cluster.enter("node1", "sh", "-c", "sleep 88 >/dev/null 2>&1 &")
     job = queue(cluster, "sleep 99")
     assert cluster.settle() == [f"job {job} RUNNING", "process 'sleep 88' on node1"]
-    assert not cluster.processes()
+    cluster.until(lambda: not cluster.processes(), "the end of what was killed", timeout_seconds=20)
     assert cluster.state(job) == "CANCELLED"
 
 

@@ -284,6 +284,7 @@ cluster: {slurm_partition: main, timeout_min: 15}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_training_and_evaluation_in_one_command(slurm: Cluster, tmp_path: Path) -> None:
     """The real thing: a training, then an array of three benchmarks (four elements) with vLLM, then the table."""

@@ -112,7 +112,9 @@ def test_learning_metrics_add_ranks_and_divide_by_tokens() -> None:
     totals = Totals(
         rows=2, tokens=4, sampled_rows=2, sampled_tokens=4, max_completion_length=9, rows_per_device=1
     )
-    found = learning_metrics([([*ranks, empty], 4, 0.5)], [Plan((((),), ((),), ((),)), totals)])
+    found = learning_metrics(
+        [([*ranks, empty], 4, 0.5)], [Plan((((),), ((),), ((),)), totals, ((0.0,),) * 3)]
+    )
     assert found["loss"] == pytest.approx(0.4)
     assert found["kl"] == 2.0  # 8 over 4 tokens
     assert found["x/max"] == 5.0

@@ -786,8 +786,9 @@ def test_a_sweeps_table_is_never_cut(
     width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.chdir(tmp_path)
     axes = ["cluster.nodes=2,3", "generation.max_completion_length=2048,16384"]
-    assert command.plan(asked(IGRPO, sweep=axes, output=str(tmp_path / "s.png"), json=False)) == 0
+    assert command.plan(asked(IGRPO, sweep=axes, output="s.png", json=False)) == 0
     said = capsys.readouterr().out
     assert "…" not in said and all(len(line) <= max(width, 80) for line in said.splitlines())
     assert ("what if" in said) == (width >= 80)

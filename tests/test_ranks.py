@@ -14,7 +14,7 @@ RANKS = (1, 2, 4)
 # Adam turns rounding noise of near-zero gradients into steps of the learning rate: small enough to stay below 1e-5.
 COMMON = (
     "train.max_tokens_per_device=64",
-    "train.learning_rate=2e-4",
+    "train.learning_rate=1e-4",
     "train.lr_scheduler_type=constant",
     "train.warmup_ratio=0",
 )

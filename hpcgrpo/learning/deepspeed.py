@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hpcgrpo.algorithms.base import Loss
 from hpcgrpo.learning.attention import check_model
-from hpcgrpo.learning.fsdp import PolicyModel, extreme, prepare_rows, take_computed, whole_model
+from hpcgrpo.learning.fsdp import PolicyModel, extreme, prepare_rows, take_computed
 from hpcgrpo.learning.packing import Packed, pack_row, with_streams
 from hpcgrpo.learning.passes import Computed, Timed, untimed
+from hpcgrpo.learning.weights import Weights, fill_buffers, find_weights, whole_model
 from hpcgrpo.types import MicroBatch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -63,14 +64,12 @@ class DeepSpeedLearner:
         self._library = library(device)
         thrifty = device.type == "cuda" and not gradient_checkpointing  # a CPU keeps torch's own linear layer
         settings = _settings(bf16=bf16, max_grad_norm=max_grad_norm, memory_efficient_linear=thrifty)
-        whole = whole_model(model_name_or_path) if dist.get_rank() == 0 else None
 
         def policy(*, learns: bool) -> PolicyModel:
             lm = _partitioned(
                 self._library,
                 settings,
                 model_name_or_path,
-                whole,
                 device=device,
                 dtype=self.dtype,
                 attn_implementation=attn_implementation,
@@ -92,7 +91,7 @@ class DeepSpeedLearner:
         self._masters = self._sharded(mesh)
         self._moments = {key: self._sharded(mesh, key) for key in MOMENTS}
         if bf16:
-            self._fill_masters(whole)
+            self._fill_masters(_values(model_name_or_path, self.lm))
 
     def _wrapped(self, model: PolicyModel, settings: dict[str, Any], adam: Any = None) -> Any:
         wrapped, *_ = self._library.initialize(
@@ -210,9 +209,8 @@ class DeepSpeedLearner:
         return found
 
     @torch.no_grad()
-    def _fill_masters(self, whole: Any) -> None:
+    def _fill_masters(self, state: Mapping[str, Tensor]) -> None:
         """Masters from the model's own values, not from what half precision left of them."""
-        state = whole.state_dict() if whole is not None else {}
         for name, shard in self._masters.items():
             values = torch.empty(shard.shape, device=self.device)
             if name in state:
@@ -282,14 +280,13 @@ def _partitioned(
     library: Any,
     settings: dict[str, Any],
     model_name_or_path: str,
-    whole: Any,
     *,
     device: torch.device,
     dtype: torch.dtype,
     attn_implementation: str,
     gradient_checkpointing: bool,
 ) -> Any:
-    """The language model, partitioned parameter by parameter as it is built, then filled from rank 0's `whole`."""
+    """The language model, partitioned parameter by parameter as it is built, then filled from rank 0."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -302,21 +299,33 @@ def _partitioned(
     lm.tie_weights()
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    _fill(library, lm, whole, device)
+    _fill(library, lm, _values(model_name_or_path, lm), device)
     return lm
 
 
+def _values(model_name_or_path: str, lm: Any) -> Mapping[str, Tensor]:
+    """On rank 0 every tensor by its name, read when it is asked for where that can be; elsewhere nothing."""
+    if dist.get_rank() != 0:
+        return {}
+    weights = find_weights(model_name_or_path, lm)
+    if weights is not None:
+        return weights
+    whole = whole_model(model_name_or_path)
+    return {**dict(whole.named_buffers()), **whole.state_dict()}
+
+
 @torch.no_grad()
-def _fill(library: Any, lm: Any, whole: Any, device: torch.device) -> None:
+def _fill(library: Any, lm: Any, state: Mapping[str, Tensor], device: torch.device) -> None:
     """Weights one by one; buffers (rotary tables) in float32, since they are not partitioned."""
-    state = whole.state_dict() if whole is not None else {}
     for name, parameter in lm.named_parameters():
         with library.zero.GatheredParameters([parameter], modifier_rank=0):
             if name in state:
                 parameter.copy_(state[name])
-    theirs = dict(whole.named_buffers()) if whole is not None else {}
-    for name, buffer in lm.named_buffers():
+    for buffer in lm.buffers():
         buffer.data = buffer.to(device, torch.float32 if buffer.is_floating_point() else buffer.dtype)
-        if name in theirs:
-            buffer.copy_(theirs[name])
+    if isinstance(state, Weights):
+        fill_buffers(lm, state)
+    for name, buffer in lm.named_buffers():
+        if name in state:
+            buffer.copy_(state[name])
         dist.broadcast(buffer, src=0)

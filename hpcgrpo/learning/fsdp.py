@@ -25,6 +25,7 @@ from hpcgrpo.learning.attention import check_model
 from hpcgrpo.learning.logprobs import token_logprobs
 from hpcgrpo.learning.packing import Packed, pack_row, with_streams
 from hpcgrpo.learning.passes import Computed, Timed, untimed
+from hpcgrpo.learning.weights import fill_shards, find_weights, whole_model
 from hpcgrpo.types import MicroBatch
 
 
@@ -260,16 +261,13 @@ def sharded_policy(
     attn_implementation: str,
     gradient_checkpointing: bool,
 ) -> PolicyModel:
-    """Built on the meta device, sharded by layer, then filled from rank 0, which alone reads the weights."""
+    """Built on the meta device, sharded by layer, then filled: by each rank with its own shards where it can."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model_name_or_path)
     packed = attn_implementation == "packed"
     if packed:
         check_model(config)
-    whole = None
-    if dist.get_rank() == 0:
-        whole = whole_model(model_name_or_path)
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attn_implementation
@@ -282,33 +280,7 @@ def sharded_policy(
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
     model.to_empty(device=device)
-    _fill(model, whole)
-    return model
-
-
-def whole_model(model_name_or_path: str) -> Any:
-    """The model with its weights in float32 on the CPU.
-
-    Raises ValueError for weights that are missing, damaged or of another shape: transformers would fill what is
-    missing with random numbers and go on.
-    """
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            model_name_or_path, dtype=torch.float32, output_loading_info=True
-        )
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise ValueError(
-            f"model_name_or_path {model_name_or_path}: its weights cannot be loaded ({error}); copy the folder anew"
-        ) from None
-    if info["missing_keys"]:
-        first = sorted(info["missing_keys"])[0]
-        raise ValueError(
-            f"model_name_or_path {model_name_or_path}: {len(info['missing_keys'])} weights are missing, such as"
-            f" {first}; copy the folder anew, or name a model of this architecture"
-        )
+    _fill(model, model_name_or_path)
     return model
 
 
@@ -317,7 +289,19 @@ def _layers(lm: Any) -> list[nn.Module]:
     return [m for m in lm.modules() if type(m).__name__ in names]
 
 
-def _fill(model: PolicyModel, whole: Any) -> None:
+def _fill(model: PolicyModel, model_name_or_path: str) -> None:
+    """From the files, or where not every rank can, from rank 0, which then loads the whole model."""
+    lm: Any = model.lm
+    weights = find_weights(model_name_or_path, lm)
+    able = torch.tensor(float(weights is not None), device=next(lm.parameters()).device)
+    dist.all_reduce(able, op=dist.ReduceOp.MIN)
+    if weights is not None and able:
+        fill_shards(lm, weights)
+    else:
+        _broadcast(model, whole_model(model_name_or_path) if dist.get_rank() == 0 else None)
+
+
+def _broadcast(model: PolicyModel, whole: Any) -> None:
     """Weights by DCP's broadcast; buffers that no state dict holds (rotary tables) one by one."""
     state = {f"lm.{name}": tensor for name, tensor in whole.state_dict().items()} if whole is not None else {}
     set_model_state_dict(

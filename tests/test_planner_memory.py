@@ -110,6 +110,21 @@ def test_the_table_is_what_the_code_allocates_now() -> None:
     assert counted.peak_bytes == pytest.approx(entry["peak_bytes"], rel=1e-3)
 
 
+@pytest.mark.slow
+def test_a_trace_of_14b_takes_less_than_a_minute_and_gives_the_tables_count() -> None:
+    """Of CPU time, start of Python included: the clock of a shared machine tells little."""
+    code = (
+        "import sys, time; from hpcgrpo.config import load; from hpcgrpo.planner import shapes, trace\n"
+        "config = load('configs/grpo_14b.yaml'); shape = shapes.known(config.model_name_or_path)\n"
+        "print(trace.learner(config, shape).peak_bytes, time.process_time())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    peak, seconds = map(float, done.stdout.split())
+    entry = next(e for e in TABLE if e["model"] == FOURTEEN.name)
+    assert seconds < 60 and peak == pytest.approx(entry["peak_bytes"], rel=0.05)
+
+
 def test_the_papers_figure_under_the_original_stack() -> None:
     short = {"max_completion_length": 2048}  # Table S.3's
     grpo, igrpo = (

@@ -116,9 +116,9 @@ def timed(client: Client, urls: Sequence[str], requests: Sequence[Request], lane
 def measure(options: argparse.Namespace) -> dict[str, list[Run]]:
     """Every client's runs, taking turns."""
     lengths = drawn_lengths(ANSWERS, mean=MEAN, longest=LONGEST)
-    lanes = options.engines * options.capacity
+    slots = options.engines * options.capacity
     seconds = options.capacity * statistics.mean(lengths) / options.tokens_per_second
-    requests, bound = made_requests(options.waves * lanes), lanes / seconds
+    requests, bound = made_requests(options.waves * slots), slots / seconds
     decode = decoder()
     clients: dict[str, Client] = {"ours": partial(ours, decode), "httpx": partial(on_httpx, decode)}
     runs: dict[str, list[Run]] = {name: [] for name in clients}
@@ -127,7 +127,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[Run]]:
     ) as urls:
         for _ in range(options.rounds):
             for name, client in clients.items():
-                runs[name].append(timed(client, urls, requests, lanes, bound))
+                runs[name].append(timed(client, urls, requests, options.lanes, bound))
     return runs
 
 
@@ -149,6 +149,7 @@ def main() -> None:
     )
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--capacity", type=int, default=32, help="completions at once, of one engine")
+    parser.add_argument("--lanes", type=int, default=384, help="requests in flight, of the client")
     parser.add_argument("--tokens-per-second", type=float, default=10_000, help="of one engine")
     parser.add_argument("--waves", type=int, default=6, help="requests: so many times engines x capacity")
     parser.add_argument("--rounds", type=int, default=1)

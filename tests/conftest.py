@@ -29,6 +29,8 @@ os.environ["WANDB_MODE"] = "offline"
 
 # With HPCGRPO_REQUIRE_CLUSTER=1 (.ci/run) a test that needs Slurm, vLLM or DeepSpeed and is skipped fails the session.
 REQUIRED = os.environ.get("HPCGRPO_REQUIRE_CLUSTER", "0") not in ("", "0")
+# Tests that take minutes each run where HPCGRPO_LONG_TESTS is set, as in .ci/run, or where they are asked for by name.
+LONG = os.environ.get("HPCGRPO_LONG_TESTS", "0") not in ("", "0")
 # What waits for Slurm and vLLM, and the files of it that share a cluster or an engine.
 TOGETHER = {"cluster": "cluster", "cluster_faults": "cluster", "devcluster": "cluster"}
 TOGETHER |= {"serve": "engine", "vllm_generator": "engine", "weight_sync": "engine"}
@@ -44,7 +46,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Of two processes (`make test`) both begin with what waits for Slurm and vLLM.
     """
+    named = any("::" in argument for argument in config.args)
     for item in items:
+        if item.get_closest_marker("long") and not (LONG or named):
+            item.add_marker(pytest.mark.skip(reason="takes minutes; HPCGRPO_LONG_TESTS=1 runs it"))
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
     several = hasattr(config, "workerinput")
@@ -152,4 +157,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def _forbidden_skips(reporter: Any) -> list[str]:
     reports = reporter.stats.get("skipped", []) if REQUIRED and reporter else []
     needy = [r for r in reports if any(name in r.nodeid for name in NEEDY)]
-    return [f"{r.nodeid}: {r.longrepr[2]}" for r in needy if isinstance(r.longrepr, tuple)]
+    found = [(r.nodeid, r.longrepr[2]) for r in needy if isinstance(r.longrepr, tuple)]
+    return [f"{name}: {reason}" for name, reason in found if "HPCGRPO_LONG_TESTS" not in reason]

@@ -153,6 +153,7 @@ def without_noise(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -
     return found
 
 
+@pytest.mark.long
 def test_engines_that_die_cost_no_step(cluster: Cluster, tmp_path: Path, model: Path) -> None:
     """kill -9 of an engine, then the crash of its node: the run finishes, every step once, by current weights."""
     slow = ROOT / "tests" / "programs" / "slow_reward.py"
@@ -190,6 +191,7 @@ def test_engines_that_die_cost_no_step(cluster: Cluster, tmp_path: Path, model: 
     assert all(m["sampling/sampling_logp_difference/mean"] < 1e-4 for m in lines)
 
 
+@pytest.mark.long
 def test_a_run_that_hangs_leaves_its_stacks_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     """A user's reward that never returns: the idle watchdog ends the start, and the next one finishes."""
     hanging = ROOT / "tests" / "programs" / "hanging_reward.py"
@@ -207,6 +209,7 @@ def test_a_run_that_hangs_leaves_its_stacks_and_goes_on(cluster: Cluster, tmp_pa
     assert [m["step"] for m in read_metrics(run)] == [1, 2, 3, 4]
 
 
+@pytest.mark.long
 def test_a_start_that_was_taken_for_dead_writes_nothing_more(cluster: Cluster, tmp_path: Path) -> None:
     """Only a node's slurmd dies: Slurm starts the job elsewhere while the old processes still run there.
 

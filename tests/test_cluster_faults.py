@@ -200,6 +200,7 @@ def fill(disk: Path) -> Path:
     return filler
 
 
+@pytest.mark.long
 def test_scancel_then_the_time_limit(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
     """A cancelled run leaves nothing and goes on once submitted again; one too long for its job goes on by itself."""
     config = write_cluster_config(

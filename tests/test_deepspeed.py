@@ -99,6 +99,7 @@ def test_the_export_loads_in_transformers(folder: Path) -> None:
     assert all(torch.equal(trained[name], loaded[name]) for name in trained)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_on_the_command_line_resumes_and_equals_one_with_fsdp(tmp_path: Path) -> None:
     """Two ranks with ZeRO-3, ended after two steps and taken up again, against three steps of one rank with FSDP2."""

@@ -168,6 +168,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_peak_memory_at_a_large_vocabulary() -> None:
     """8,192 tokens x 152,064 words: the float32 logits alone would take 4.98 GB; 1 GB is allowed."""

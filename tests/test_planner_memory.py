@@ -98,6 +98,7 @@ def test_the_table_is_wide() -> None:
     assert any(e["model"] == FOURTEEN.name for e in TABLE) and any(e["model"] == SEVEN.name for e in TABLE)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_table_is_what_the_code_allocates_now() -> None:
     from hpcgrpo.planner import trace
@@ -287,6 +288,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", CASES)
 def test_predicted_against_resident_memory(ranks: int, tmp_path: Path) -> None:

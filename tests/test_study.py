@@ -468,6 +468,7 @@ def test_a_dry_run_downloads_nothing_and_says_what_it_could_not_look_at(
         command.run(missing, command.Options())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_study_that_is_killed_and_run_again_gives_the_same_table(tmp_path: Path) -> None:
@@ -530,6 +531,7 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     assert steps(tmp_path / "logs" / "small" / "iGRPO-2-4_seed0") == 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_sweep_is_a_study_and_the_smoke_study_runs_from_nothing(tmp_path: Path) -> None:
     config_path = tmp_path / "base.yaml"

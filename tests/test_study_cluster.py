@@ -100,6 +100,7 @@ def test_a_study_runs_as_an_array_to_its_table(cluster: Cluster, tmp_path: Path)
     assert again.returncode == 0 and "2 runs, 2 finished" in again.stderr and not job_ids(again.stderr)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_element_is_requeued_and_a_live_one_is_not_queued_twice(cluster: Cluster, tmp_path: Path) -> None:
     """One element is requeued by hand, one is cancelled; the same command takes up what is not finished."""

@@ -14,7 +14,7 @@ from test_cluster import greedy, rows
 from hpcgrpo import tiny
 from hpcgrpo.journal import read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # two engines start twice
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]  # two engines start twice
 STEPS = 3
 HELD_OUT = 12
 EVAL = (

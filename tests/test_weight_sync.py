@@ -458,6 +458,7 @@ def test_sharded_ranks_push_together_and_fail_together(
     assert "http://127.0.0.1:9: /hpcgrpo/state: Connect" in reports[0]["error"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_engine_killed_in_a_broadcast_comes_back_stale_and_takes_the_weights_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hpcgrpo import ahead, pretrained, rewards
+from hpcgrpo import ahead, rewards
 from hpcgrpo.arithmetic import Arithmetic, arithmetic
 from hpcgrpo.attempt import Attempt
+from hpcgrpo.balance import Cost
 from hpcgrpo.config import ConfigError
 from hpcgrpo.exploring import Explorer, Setup
 from hpcgrpo.generators import build_generator, parity_check
@@ -28,6 +29,7 @@ from hpcgrpo.learning.attention import attention_choice
 from hpcgrpo.learning.fsdp import FsdpLearner
 from hpcgrpo.learning.schedule import schedule
 from hpcgrpo.models import check_one_vocabulary
+from hpcgrpo.pretrained import Pretrained
 from hpcgrpo.profiler import Profile
 from hpcgrpo.running import Run, lead, load_training_state, steps, training_state
 from hpcgrpo.sections import RunConfig
@@ -168,7 +170,7 @@ def assemble(config: RunConfig, ranks: GlooRanks, device: torch.device, attempt:
         refine=renderer.refine,
         ranks=ranks.another(),
         profile=profile,
-        setup=setup(config, counts, device),
+        setup=setup(config, counts, device, Pretrained("", None, learner.lm.config.to_dict()).training_cost),
         decode=partial(tokenizer.decode, skip_special_tokens=True),
         urgent=attempt.urgent if attempt is not None else lambda: False,
     )
@@ -335,8 +337,8 @@ def learning_rate(config: RunConfig, counts: Arithmetic) -> Any:
     return lambda update: train.learning_rate * factor(update)
 
 
-def setup(config: RunConfig, counts: Arithmetic, device: torch.device) -> Setup:
-    """What the loop needs of configuration and counts."""
+def setup(config: RunConfig, counts: Arithmetic, device: torch.device, cost: Cost) -> Setup:
+    """What the loop needs of configuration and counts; `cost` is that of the policy that samples."""
     length, generation = counts.max_model_length, config.generation
     behind = generation.async_steps * counts.updates_per_step
     default_budget = max(length, 16384 if device.type == "cuda" else 4096)
@@ -352,7 +354,7 @@ def setup(config: RunConfig, counts: Arithmetic, device: torch.device) -> Setup:
         max_refine_prompt_length=counts.max_refine_prompt_length or length,
         temperature=generation.temperature,
         shared_prefix=attention_choice(config.train.attn_implementation, device.type)[0] == "packed",
-        cost=pretrained.find(config.model_name_or_path, offline=False).training_cost,
+        cost=cost,
         ahead=generation.ahead,
         spare_staleness=max(0, (generation.max_staleness or 0) - behind),
     )

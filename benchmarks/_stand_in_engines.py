@@ -59,7 +59,8 @@ class _Engine:
     def __init__(
         self, capacity: int, seconds: float, token_seconds: float, lengths: Sequence[int], longest: int
     ) -> None:
-        self.slots = asyncio.Semaphore(capacity)
+        self.slots, self.capacity = asyncio.Semaphore(capacity), capacity
+        self.busy = self.ramp = 0
         self.seconds = [seconds + token_seconds * n for n in lengths]
         self.answers = [answer(n, longest=longest, seed=i) for i, n in enumerate(lengths)]
         self.count = 0
@@ -72,8 +73,7 @@ class _Engine:
                 which = self.count % len(self.answers)
                 before, after = self.answers[which]
                 self.count += 1
-                async with self.slots:
-                    await asyncio.sleep(self.seconds[which])
+                await self.work(self.seconds[which])
                 start = asked.index(MARK) + len(MARK)
                 prompt = asked[start : asked.index(b"]", start)]
                 writer.write(
@@ -84,6 +84,18 @@ class _Engine:
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
+
+    async def work(self, seconds: float) -> None:
+        """Take this long for it, once there is room. After a pause the first few end one after the other over that
+        time: as many at once would go on ending at once, which completions of different lengths do not."""
+        self.ramp = self.ramp + 1 if self.busy else 1
+        self.busy += 1
+        share = min(1.0, self.ramp / self.capacity)
+        try:
+            async with self.slots:
+                await asyncio.sleep(seconds * share)
+        finally:
+            self.busy -= 1
 
 
 async def _main(capacity: str, seconds: str, token_seconds: str, longest: str, *lengths: str) -> None:

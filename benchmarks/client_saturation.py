@@ -4,7 +4,8 @@
 
 The engines are stand-ins of known speed (`_stand_in_engines.py`); requests and answers are what goes to and comes from
 vLLM: prompts of 512 to 2,048 tokens in groups of 8, completions of up to 4,096 tokens with their log-probs, checked and
-decoded. Both clients take turns in this process and read each answer by the same function.
+decoded. A client's speed is taken over the middle half of its completions. The clients take turns in this process; both
+read answers by the same function, and `bare` only moves the bytes, which shows what a busy machine lets a client have.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from typing import Any
 import httpx
 from _stand_in_engines import VOCABULARY, drawn_lengths, learner_client, stand_ins
 
-from hpcgrpo.generation.http import Response
+from hpcgrpo.generation.http import Connection, Response
 from hpcgrpo.generation.wire import body, read
 from hpcgrpo.types import Request, Sampling
 
 GROUP, LONGEST, MEAN, ANSWERS = 8, 4096, 1024.0, 64
 PROMPT_LENGTHS = (512, 2048)
 SAMPLING = Sampling(temperature=1.0, max_completion_length=LONGEST)
-Client = Callable[[Sequence[str], Sequence[Request], int], None]
+Came = Callable[[], None]  # told of each completion
+Client = Callable[[Sequence[str], Sequence[Request], int, Came], None]
 
 
 @dataclass(frozen=True)
@@ -42,23 +44,28 @@ class Run:
     requests: int
     seconds: float
     cpu_seconds: float
-    bound: float  # requests a second that the engines can give
-
-    @property
-    def fraction(self) -> float:
-        return self.requests / self.seconds / self.bound
+    rate: float  # requests a second, over the middle half of them
+    bound: float  # that the engines can give
 
 
 def ours(
-    decode: Callable[[Sequence[int]], str], urls: Sequence[str], requests: Sequence[Request], lanes: int
+    decode: Callable[[Sequence[int]], str],
+    urls: Sequence[str],
+    requests: Sequence[Request],
+    lanes: int,
+    came: Came,
 ) -> None:
     """The run's own client, as a learner rank has it."""
     client = learner_client(urls, decode, lanes)
-    client.stream(requests, SAMPLING, lambda i, completion: None)
+    client.stream(requests, SAMPLING, lambda i, completion: came())
 
 
 def on_httpx(
-    decode: Callable[[Sequence[int]], str], urls: Sequence[str], requests: Sequence[Request], lanes: int
+    decode: Callable[[Sequence[int]], str],
+    urls: Sequence[str],
+    requests: Sequence[Request],
+    lanes: int,
+    came: Came,
 ) -> None:
     """The obvious alternative: an httpx.AsyncClient for each engine, engines in turn, as many requests in flight."""
 
@@ -68,6 +75,7 @@ def on_httpx(
             answer = await clients[url].post("/v1/completions", content=content)
             response = Response(url, answer.status_code, answer.headers, answer.content)
             read(response, requests[i], SAMPLING, minimum=0, decode=decode, check_echo=not i)
+            came()
 
     async def run() -> None:
         headers = {"Authorization": "Bearer s", "X-Minimum-Version": "0", "Content-Type": "application/json"}
@@ -83,6 +91,24 @@ def on_httpx(
             opened = [httpx.AsyncClient(base_url=url, **options) for url in urls]
             clients = {url: await stack.enter_async_context(c) for url, c in zip(urls, opened, strict=True)}
             await asyncio.gather(*(lane(clients, todo) for _ in range(lanes)))
+
+    asyncio.run(run())
+
+
+def bare(urls: Sequence[str], requests: Sequence[Request], lanes: int, came: Came) -> None:
+    """The control: bytes out and bytes in, nothing read or checked; what it misses, the machine misses."""
+    asked = body(requests[0], SAMPLING, model="policy", stop_token_ids=[2])
+
+    async def lane(url: str, todo: Iterator[int]) -> None:
+        connection = Connection(url, {"X-Minimum-Version": "0"})
+        for _ in todo:
+            await connection.request("POST", "/v1/completions", asked, timeout_seconds=600.0)
+            came()
+        connection.close()
+
+    async def run() -> None:
+        each = [iter(range(k, len(requests), len(urls))) for k in range(len(urls))]
+        await asyncio.gather(*(lane(urls[i % len(urls)], each[i % len(urls)]) for i in range(lanes)))
 
     asyncio.run(run())
 
@@ -108,9 +134,13 @@ def decoder() -> Callable[[Sequence[int]], str]:
 
 
 def timed(client: Client, urls: Sequence[str], requests: Sequence[Request], lanes: int, bound: float) -> Run:
+    times: list[float] = []
     began, cpu = time.perf_counter(), time.process_time()
-    client(urls, requests, lanes)
-    return Run(len(requests), time.perf_counter() - began, time.process_time() - cpu, bound)
+    client(urls, requests, lanes, lambda: times.append(time.perf_counter()))
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    quarter = len(times) // 4
+    rate = 2 * quarter / (times[3 * quarter] - times[quarter])
+    return Run(len(requests), seconds, cpu, rate, bound)
 
 
 def measure(options: argparse.Namespace) -> dict[str, list[Run]]:
@@ -120,7 +150,11 @@ def measure(options: argparse.Namespace) -> dict[str, list[Run]]:
     seconds = options.capacity * statistics.mean(lengths) / options.tokens_per_second
     requests, bound = made_requests(options.waves * slots), slots / seconds
     decode = decoder()
-    clients: dict[str, Client] = {"ours": partial(ours, decode), "httpx": partial(on_httpx, decode)}
+    clients: dict[str, Client] = {
+        "ours": partial(ours, decode),
+        "httpx": partial(on_httpx, decode),
+        "bare": bare,
+    }
     runs: dict[str, list[Run]] = {name: [] for name in clients}
     with stand_ins(
         options.engines, capacity=options.capacity, seconds=seconds, lengths=lengths, longest=LONGEST
@@ -131,14 +165,14 @@ def measure(options: argparse.Namespace) -> dict[str, list[Run]]:
     return runs
 
 
-def line(name: str, runs: Sequence[Run], tokens_per_second: float) -> str:
-    seconds, cpu = (statistics.median(x) for x in ([r.seconds for r in runs], [r.cpu_seconds for r in runs]))
+def line(name: str, runs: Sequence[Run], engines: int) -> str:
+    seconds, cpu, rate = (
+        statistics.median(x) for x in zip(*((r.seconds, r.cpu_seconds, r.rate) for r in runs), strict=True)
+    )
     each = cpu / runs[0].requests
-    reached = runs[0].requests / seconds
-    engines = 1 / each / (runs[0].bound / tokens_per_second)
     return (
-        f"{name:6}{runs[0].bound:10.1f}{reached:10.1f}{reached / runs[0].bound:10.1%}{cpu / seconds:10.2f}"
-        f"{1000 * each:12.2f}{engines:12.1f}"
+        f"{name:6}{runs[0].bound:10.1f}{rate:10.1f}{rate / runs[0].bound:10.1%}{cpu / seconds:10.2f}"
+        f"{1000 * each:12.2f}{engines / each / runs[0].bound:12.1f}"
     )
 
 
@@ -157,11 +191,7 @@ def main() -> None:
     options = parser.parse_args()
     runs = measure(options)
     if options.json:
-        print(
-            json.dumps(
-                {name: [asdict(r) | {"fraction": r.fraction} for r in rs] for name, rs in runs.items()}
-            )
-        )
+        print(json.dumps({name: [asdict(r) for r in rs] for name, rs in runs.items()}))
         return
     print(
         f"{'client':6}{'bound/s':>10}{'reached/s':>10}{'fraction':>10}{'cores':>10}{'CPU ms each':>12}{'engines':>12}"

@@ -53,7 +53,7 @@ def configured(case: Mapping[str, Any], **train: Any) -> RunConfig:
     rows = case["prompts"] * case["generations"]
     options = settings({**case, "rows_per_micro_batch": rows, "learning_rate": 1e-6})
     options["generation"]["max_prompt_length"] = case["prompt_tokens"]
-    options["train"] |= train
+    options["train"] |= {"max_tokens_per_device": case.get("token_budget"), **train}
     return parse(options | {"name": case["side"]})
 
 

@@ -380,6 +380,49 @@ def test_a_step_by_hand() -> None:
     assert found.gpu_hours == pytest.approx(4 * (100 * found.step_seconds + found.other_seconds) / 3600)
 
 
+@pytest.mark.parametrize(
+    ("option", "seconds"),
+    [
+        ({}, 10.12 + 7 + 5),
+        ({"drafts_ahead": True}, 5.06 + max(5.06, 7) + 5),
+        ({"async_steps": 1}, max(10.12, 7) + 5),
+    ],
+)
+def test_a_step_that_samples_ahead_by_hand(option: dict[str, Any], seconds: float) -> None:
+    """Stages of 49 decoding steps at 0.1 s, whose 128 completions 4 processes of 2 ranks grade at 0.01 s each: 5.06 s.
+
+    Learning 1 + 6 s, sync and the rest 3 + 2 s.
+    """
+    algorithm = {"name": "igrpo", "drafts": 4, "base": {"name": "grpo", "num_generations": 4}}
+    config = run_config(algorithm, generation=option, grader_processes=4)
+    costs = {"decode_step_seconds": 0.1, "grade_seconds": 0.01, "sync_seconds": 3.0, "step_seconds": 2.0}
+    numbers = only(network=1e6, learner_flops=1e6, learner_pass_seconds=1.0, update_seconds=6.0, **costs)
+    found = speed.step(config, workload.of(config, known()), model(), ROUND, numbers, kv_tokens=1e9)
+    assert found.step_seconds == pytest.approx(seconds, rel=1e-3)
+    assert found.low_seconds == found.high_seconds == pytest.approx(found.step_seconds)
+    assert found.completions_per_second == pytest.approx(256 / found.step_seconds)
+    assert found.by_sampling == pytest.approx(
+        {"in_turn": 22.12, "async_steps": 15.12, "drafts_ahead": 17.06}, rel=1e-3
+    )
+    assert sum(found.phases.values()) == pytest.approx(22.12, rel=1e-3)
+
+
+def test_the_shorter_of_sampling_and_learning_is_what_sampling_ahead_saves() -> None:
+    """GRPO: sampling 4.9 s, learning 1 s; there are no drafts."""
+    numbers = only(decode_step_seconds=0.1, network=1e6, learner_flops=1e6, learner_pass_seconds=1.0)
+    config = run_config(generation={"async_steps": 1})
+    found = speed.step(config, workload.of(config, known()), model(), ROUND, numbers, kv_tokens=1e9)
+    assert found.by_sampling == pytest.approx({"in_turn": 5.9, "async_steps": 4.9}, rel=1e-3)
+
+
+def test_in_process_generation_gains_nothing_ahead_of_its_own_learner() -> None:
+    generation = {"backend": "transformers", "async_steps": 1}
+    config = run_config(generation=generation, cluster={"nodes": 1, "vllm_nodes": 0})
+    found = speed.step(config, workload.of(config, known()), model(), A100)
+    assert found.step_seconds == found.by_sampling["in_turn"] == pytest.approx(sum(found.phases.values()))
+    assert any("nothing is gained by sampling ahead" in note for note in found.notes)
+
+
 def test_the_learners_arithmetic_by_hand() -> None:
     """Forward, backward and recomputation of two ranks, at half of 1 TFLOP/s; the head's chunks are computed again."""
     config, shape = run_config(), model(layers=40, parameters=40 * 900 + 2000)
@@ -650,6 +693,14 @@ def test_calibration_needs_a_run_with_measured_steps(tmp_path: Path) -> None:
     folder, _ = cpu_run(tmp_path, name="short", batch=64, length=20, ranks=1)
     (folder / "metrics.jsonl").write_text('{"step": 1, "timing_s/update": 1.0}\n')
     with pytest.raises(ValueError, match="1 measured steps, but the first is a warm-up"):
+        calibrate.measured(folder)
+
+
+def test_calibration_needs_phases_that_were_measured_alone(tmp_path: Path) -> None:
+    folder, config = cpu_run(tmp_path, name="ahead", batch=64, length=20, ranks=1)
+    ahead = config.model_copy(update={"generation": config.generation.model_copy(update={"async_steps": 1})})
+    (folder / "config.yaml").write_text(configuration.to_yaml(ahead))
+    with pytest.raises(ValueError, match=r"samples ahead \(generation.async_steps\)"):
         calibrate.measured(folder)
 
 

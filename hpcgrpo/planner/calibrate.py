@@ -90,6 +90,12 @@ def measured(folder: str | Path) -> Measured:
         raise ConfigError(
             f"--calibrate {folder}: no run's folder (it has no config.yaml); give one such as logs/NAME"
         )
+    config = configuration.load(folder / "config.yaml")
+    if config.generation.ahead:
+        raise ConfigError(
+            f"--calibrate {folder}: it samples ahead (generation.{speed.sampling_of(config)}), so that sampling and"
+            " learning slow each other down and no phase is measured alone; give runs without that option"
+        )
     lines = [m for m in read_metrics(folder) if "timing_s/update" in m]
     if len(lines) <= WARM_UP_STEPS:
         raise ConfigError(
@@ -99,7 +105,7 @@ def measured(folder: str | Path) -> Measured:
     cpu = "timing_cpu_s/update" in lines[-1]
     prefix = "timing_cpu_s/" if cpu else "timing_s/"
     steps = tuple(_by_phase(line, prefix) for line in lines[WARM_UP_STEPS:])
-    return Measured(folder.name, configuration.load(folder / "config.yaml"), steps, cpu)
+    return Measured(folder.name, config, steps, cpu)
 
 
 def _by_phase(line: Mapping[str, float], prefix: str) -> dict[str, float]:

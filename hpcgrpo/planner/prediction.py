@@ -149,7 +149,8 @@ def _time(found: Prediction, price: float | None) -> dict[str, Any] | None:
         "phase_seconds": dict(time.phases),
         "step_seconds": time.step_seconds,
         "step_seconds_interval": [time.low_seconds, time.high_seconds],
-        "overlapped_step_seconds": time.overlapped_seconds,
+        "sampling": time.sampling,
+        "step_seconds_by_sampling": dict(time.by_sampling),
         "samples_per_second": samples,
         "samples_per_second_interval": list(time.interval(samples, inverse=True)),
         "completions_per_second": completions,
@@ -235,9 +236,13 @@ def _time_table(said: Mapping[str, Any]) -> Any:
     table = Table(
         "phase of a step", "seconds", "share", title=f"a step: {_range(time, 'step_seconds', ' s')}"
     )
+    by_sampling = time["step_seconds_by_sampling"]
     for name, spent in time["phase_seconds"].items():
-        table.add_row(name, shown(spent), f"{spent / time['step_seconds']:.0%}")
-    table.add_row("sampling beside learning", shown(time["overlapped_step_seconds"]), "not offered yet")
+        table.add_row(name, shown(spent), f"{spent / by_sampling['in_turn']:.0%}")
+    table.add_section()
+    for option, spent in by_sampling.items():
+        name = "a step, sampling in turn" if option == "in_turn" else f"with generation.{option}"
+        table.add_row(name, shown(spent), "as configured" if option == time["sampling"] else "")
     return table
 
 

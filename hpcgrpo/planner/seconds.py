@@ -91,6 +91,12 @@ class Plan:
         }
         return {name: seconds for name, seconds in found.items() if seconds > 0}
 
+    def drafts_seconds(self, e: Mapping[str, float]) -> float:
+        """Of these, sampling and grading iGRPO's drafts."""
+        drafts = [s for s in self.workload.stages if s.name == "draft"]
+        graded = self.graded * sum(s.count for s in drafts) / self.workload.sampled
+        return sum(self.stage_seconds(s, e) for s in drafts) + graded * e["grade_seconds"]
+
     def stage_seconds(self, stage: Stage, e: Mapping[str, float]) -> float:
         """One serial round: prompts read in, completions decoded by the fullest engine, answers handed over."""
         server, shape = self.server(stage.policy), self.shape(stage.policy)
@@ -327,13 +333,19 @@ class Plan:
             yield from decoding.spells(batch, max_sequences=len(batch), max_tokens=None)
 
     def notes(self) -> Iterator[str]:
+        generation = self.config.generation
+        if generation.ahead and generation.backend == "transformers":
+            yield (
+                "generation.backend transformers samples on the learners' own devices, so nothing is gained by sampling"
+                " ahead"
+            )
         for stage in self.workload.stages:
             server = self.server(stage.policy)
             count, peak = (
                 stage.count / server.count,
                 max((s.running for s in self.spells[_key(stage)]), default=0),
             )
-            if self.config.generation.backend == "vllm" and peak < math.ceil(count):
+            if generation.backend == "vllm" and peak < math.ceil(count):
                 yield (
                     f"{stage.name}: {count:,.0f} completions an engine, of which {peak:,} run at once at most (its"
                     " cache, max-num-seqs or vllm_max_concurrency)"

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 class Estimate:
     """A step by phase and the run that is made of such steps."""
 
-    phases: Mapping[str, float]  # seconds of a step; they sum to it
+    phases: Mapping[str, float]  # seconds of a step; they sum to one that samples in turn
+    by_sampling: Mapping[str, float]  # seconds of a step: in_turn, and by the options that sample ahead
+    sampling: str  # which of these the run does
     low_seconds: float  # of a step: the interval of the efficiencies' spread
     high_seconds: float
     samples_per_second: float  # Appendix D's formula: without gradient accumulation
@@ -36,12 +38,12 @@ class Estimate:
     steps: int
     other_seconds: float  # of the run outside its steps: start, evaluation, checkpoints
     devices: int
-    overlapped_seconds: float  # of a step in which sampling ran beside learning
     notes: tuple[str, ...] = field(default=())
 
     @cached_property
     def step_seconds(self) -> float:
-        return sum(self.phases.values())
+        """Of a step as the run samples."""
+        return self.by_sampling[self.sampling]
 
     @property
     def run_hours(self) -> float:
@@ -91,12 +93,14 @@ def step(
         threads=threads,
     )
     chosen = efficiencies.values(numbers)
-    phases = plan.phases(chosen)
-    total = sum(phases.values())
-    low, high = _interval(plan, numbers, chosen, total)
+    seconds, sampling = by_sampling(plan, chosen), sampling_of(config)
+    total = seconds[sampling]
+    low, high = _interval(plan, numbers, chosen, sampling)
     counts, machine = workload.counts, plan.machine
     return Estimate(
-        phases=phases,
+        phases=plan.phases(chosen),
+        by_sampling=seconds,
+        sampling=sampling,
         low_seconds=low,
         high_seconds=high,
         samples_per_second=profiler.samples_per_second(
@@ -106,7 +110,6 @@ def step(
         steps=workload.max_steps or STEPS_WHERE_UNKNOWN,
         other_seconds=plan.other_seconds(chosen),
         devices=machine.devices,
-        overlapped_seconds=_overlapped(phases),
         notes=tuple(plan.notes()),
     )
 
@@ -132,20 +135,35 @@ def planned(
 
 
 def _interval(
-    plan: Plan, numbers: Efficiencies, chosen: Mapping[str, float], total: float
+    plan: Plan, numbers: Efficiencies, chosen: Mapping[str, float], sampling: str
 ) -> tuple[float, float]:
     """Each efficiency at both ends of its spread, the others as they are; the deviations of log time in quadrature."""
-    less, more = 0.0, 0.0
+    less, more, total = 0.0, 0.0, by_sampling(plan, chosen)[sampling]
     for name, number in numbers.items():
         for end in (number.low, number.high):
             if end != number.value:
-                shift = math.log(sum(plan.phases({**chosen, name: end}).values()) / total)
+                shift = math.log(by_sampling(plan, {**chosen, name: end})[sampling] / total)
                 less, more = less + min(shift, 0) ** 2, more + max(shift, 0) ** 2
     return total * math.exp(-math.sqrt(less)), total * math.exp(math.sqrt(more))
 
 
-def _overlapped(phases: Mapping[str, float]) -> float:
-    """A step in which the next one's sampling and grading ran beside this one's learning."""
-    sampling = phases.get("generate", 0.0) + phases.get("grade", 0.0)
-    learning = sum(v for k, v in phases.items() if k not in ("generate", "grade", "sync", "other"))
-    return max(sampling, learning) + phases.get("sync", 0.0) + phases.get("other", 0.0)
+def sampling_of(config: RunConfig) -> str:
+    """How a run samples: in_turn with learning, or by which option ahead."""
+    options = {None: "in_turn", "step": "async_steps", "drafts": "drafts_ahead"}
+    return options[config.generation.ahead]
+
+
+def by_sampling(plan: Plan, e: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of a step in turn and by each option that samples ahead; of iGRPO alone `drafts_ahead`.
+
+    What is sampled and graded ahead costs what it takes longer than the learning beside it, so that `async_steps` is
+    max(sampling, learning) and what remains, `drafts_ahead` stage 2 + max(stage 1, learning) and that. In-process
+    generation shares the learners' devices and gains nothing.
+    """
+    phases, drafts = plan.phases(e), plan.drafts_seconds(e)
+    learning = sum(phases.get(name, 0.0) for name in profiler.LEARNING)
+    ahead = {"in_turn": 0.0, "async_steps": phases.get("generate", 0.0) + phases.get("grade", 0.0)}
+    if drafts:
+        ahead["drafts_ahead"] = drafts
+    beside = learning if plan.config.generation.backend == "vllm" else 0.0
+    return {name: sum(phases.values()) - min(spent, beside) for name, spent in ahead.items()}

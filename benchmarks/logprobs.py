@@ -49,6 +49,20 @@ def chunked_with_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     return token_logprobs(hidden, weight, targets, temperature=TEMPERATURE)[0]
 
 
+def logits_again(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    """What the backward pass computes a second time: the logits of every chunk, into one buffer."""
+    import torch
+
+    from hpcgrpo.learning.logprobs import CHUNK_BYTES
+
+    size = max(1, CHUNK_BYTES // (4 * len(weight)))
+    buffer = hidden.new_empty(min(size, len(targets)), len(weight))
+    with torch.no_grad():
+        for part in hidden.split(size):
+            torch.mm(part, weight.T, out=buffer[: len(part)]).div_(TEMPERATURE)
+
+
+CHUNKS = (2**20, 2**22, 2**24, 2**26, 2**28)  # bytes of logits
 VARIANTS: dict[str, Logprobs] = {
     "plain": plain,
     "chunked": chunked,
@@ -76,7 +90,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="OMP_NUM_THREADS (default 2)")
     add_device(parser)
     parser.add_argument("--json", action="store_true", help="print every number as JSON, and nothing else")
-    parser.add_argument("--measure", choices=[*VARIANTS, "difference"], help=argparse.SUPPRESS)
+    parser.add_argument("--chunks", action="store_true", help="time chunks of several sizes too")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -88,6 +103,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         for name in VARIANTS:
             runs[name].append(in_subprocess(name, options, fits))
     full = {"chunked+entropy": in_subprocess("chunked+entropy", options, options.tokens)}
+    again = [in_subprocess("again", options, fits)["cpu_seconds"] for _ in range(options.repeats)]
+    chunks = {size: in_subprocess(f"chunk {size}", options, fits) for size in CHUNKS if options.chunks}
     sides = {name: {key: statistics.median(r[key] for r in rs) for key in rs[0]} for name, rs in runs.items()}
     learner = "chunked+entropy"
     return {
@@ -98,6 +115,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         "timed_tokens": fits,
         "timed": sides,
         "ratios_to_plain": {name: ratios(runs["plain"], runs[name]) for name in VARIANTS if name != "plain"},
+        "recomputed_cpu_seconds": statistics.median(again),
+        "chunks": chunks,
         "full_size": full,
         "limit_bytes": LIMIT_BYTES,
         "difference": in_subprocess("difference", options, min(fits, 256)),
@@ -172,12 +191,26 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     torch.set_num_threads(options.threads)
     if options.measure == "difference":
         return difference(options)
-    run = VARIANTS[options.measure]
-    forward_backward(run, inputs(options, tokens=2))  # threads and allocator start outside the measurement
+    if options.measure == "again":
+        return timed(lambda given: logits_again(*given), options)
+    run = VARIANTS.get(options.measure) or chunks_of(int(options.measure.split()[1]))
+    return timed(lambda given: forward_backward(run, given), options)
+
+
+def chunks_of(size: int) -> Logprobs:
+    from hpcgrpo.learning.logprobs import token_logprobs
+
+    return lambda *given: token_logprobs(*given, temperature=TEMPERATURE, chunk_bytes=size)[0]
+
+
+def timed(
+    call: Callable[[tuple[Tensor, Tensor, Tensor]], Any], options: argparse.Namespace
+) -> dict[str, float]:
+    call(inputs(options, tokens=2))  # threads and allocator start outside the measurement
     given = inputs(options, tokens=options.tokens)
     before = settled_bytes(options.device, "VmRSS")
     wall, cpu = time.perf_counter(), time.process_time()
-    forward_backward(run, given)
+    call(given)
     peak = settled_bytes(options.device, "VmHWM")
     return {
         "wall_seconds": time.perf_counter() - wall,
@@ -248,6 +281,10 @@ def as_text(result: Mapping[str, Any]) -> str:
             f"{name:18}{value['cpu_seconds']:>12.2f}{value['wall_seconds']:>9.2f}"
             f"{value['peak_bytes'] / 1e6:>10.0f}   {share}"
         )
+    again, taken = result["recomputed_cpu_seconds"], timed["chunked+entropy"]["cpu_seconds"]
+    lines.append(f"of these the logits computed again in the backward pass: {again:.2f}, {again / taken:.0%}")
+    for size, value in result["chunks"].items():
+        lines.append(f"chunks of {int(size) / 2**20:.0f} MiB:{value['cpu_seconds']:>15.2f}")
     for name, value in result["full_size"].items():
         verdict = "within" if value["peak_bytes"] <= result["limit_bytes"] else "ABOVE"
         lines.append(

@@ -119,7 +119,7 @@ class TrainConfig(_Section):
     save_steps: int = Field(50, ge=1)
     save_total_limit: int | None = Field(2, ge=1)
     async_save: bool | None = None  # write checkpoints while training goes on; None: on a GPU only
-    logprob_chunk_bytes: int = Field(2**26, ge=2**16)  # float32 logits held at once
+    logprob_chunk_bytes: int | None = Field(2**26, ge=2**16)  # float32 logits held at once; None: by memory
 
 
 class EvalConfig(_Section):

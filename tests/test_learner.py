@@ -18,6 +18,7 @@ from hpcgrpo.algorithms import build
 from hpcgrpo.balance import share_out
 from hpcgrpo.learning import checkpoint
 from hpcgrpo.learning.fsdp import FsdpLearner, export
+from hpcgrpo.learning.packing import FirstPass
 from hpcgrpo.learning.passes import Computed
 from hpcgrpo.pretrained import Pretrained
 from hpcgrpo.types import Completion, Group, Rollout
@@ -211,6 +212,29 @@ def test_the_old_stream_is_the_policy_before_the_update(model: Path) -> None:
     one.update(rows, build({**SPEC, "beta": 0.0}).loss, learning_rate=1e-3)
     new, _ = one.model(rows[0])
     assert (new - rows[0].batch.old).abs().max() > 1e-4
+
+
+def test_the_first_pass_gives_the_old_log_probs_of_later_ones(model: Path) -> None:
+    """Bit by bit as a pass of their own, and the same weights after three updates."""
+    loss = build({**SPEC, "beta": 0.0}).loss
+    micro_batches = [*planned(60), ()]
+    apart, fused = learner(model, max_grad_norm=1.0), learner(model, max_grad_norm=1.0)
+    expected = apart.prepare(micro_batches, old=True, reference=False)
+    rows = fused.prepare(micro_batches, old=False, reference=False)
+    first = FirstPass(loss)
+    fused.update(rows, first, learning_rate=1e-3)
+    apart.update(expected, loss, learning_rate=1e-3)
+    rows = first.rows(rows)
+    for a, b in zip(expected, rows, strict=True):
+        assert (a.batch is None) == (b.batch is None)
+        if a.batch is not None and b.batch is not None:
+            assert a.batch.old is not None and b.batch.old is not None
+            assert torch.equal(a.batch.old, b.batch.old)
+    for _ in range(2):
+        found = [one.update(r, loss, learning_rate=1e-3) for one, r in ((apart, expected), (fused, rows))]
+        assert found[0] == found[1]
+    theirs = dict(fused.full_parameters())
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in apart.full_parameters())
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(model: Path) -> None:

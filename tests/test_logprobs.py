@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hpcgrpo.learning.logprobs import token_logprobs
+from hpcgrpo.learning.logprobs import chosen_chunk_bytes, token_logprobs
 
 
 def plain(
@@ -149,7 +149,7 @@ def test_bad_temperatures_are_named(options: dict[str, float], words: str) -> No
 
 MEMORY = """
 import sys, torch
-from hpcgrpo.learning.logprobs import token_logprobs
+from hpcgrpo.learning.logprobs import chosen_chunk_bytes, token_logprobs
 
 def peak():
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
@@ -178,3 +178,20 @@ def test_peak_memory_at_a_large_vocabulary() -> None:
     )
     extra_bytes = int(done.stdout)
     assert 0 < extra_bytes <= 10**9, f"{extra_bytes / 1e9:.2f} GB"
+
+
+def test_the_chunk_that_is_chosen() -> None:
+    """152,064 x 3,584: half the float32 weight is 1.09 GB, a sixteenth of 8 GB is less, and 64 MiB the least."""
+    weight = torch.empty(152_064, 3_584, device="meta")
+    assert chosen_chunk_bytes(weight, 80 * 10**9) == 152_064 * 3_584 * 2
+    assert chosen_chunk_bytes(weight, 8 * 10**9) == 5 * 10**8
+    assert chosen_chunk_bytes(weight, 10**6) == chosen_chunk_bytes(weight, None) == 2**26
+
+
+def test_without_a_chunk_size_the_values_are_the_same() -> None:
+    hidden, weight, bias, targets = inputs(torch.float32)
+    chosen, given = (
+        token_logprobs(hidden, weight, targets, bias=bias, temperature=0.7, chunk_bytes=size)
+        for size in (None, 2**26)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(chosen, given, strict=True))

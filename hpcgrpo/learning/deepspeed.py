@@ -48,7 +48,7 @@ class DeepSpeedLearner:
         bf16: bool,
         gradient_checkpointing: bool,
         attn_implementation: str,
-        chunk_bytes: int,
+        chunk_bytes: int | None,
         weight_decay: float,
         betas: tuple[float, float],
         epsilon: float,

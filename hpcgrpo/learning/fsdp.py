@@ -33,7 +33,7 @@ class PolicyModel(nn.Module):
     """A causal language model whose forward gives the log-probs of chosen tokens instead of logits."""
 
     def __init__(
-        self, lm: nn.Module, *, temperature: float, chunk_bytes: int, packed_attention: bool
+        self, lm: nn.Module, *, temperature: float, chunk_bytes: int | None, packed_attention: bool
     ) -> None:
         super().__init__()
         self.lm = lm
@@ -74,7 +74,7 @@ class FsdpLearner:
         bf16: bool,
         gradient_checkpointing: bool,
         attn_implementation: str,
-        chunk_bytes: int,
+        chunk_bytes: int | None,
         weight_decay: float,
         betas: tuple[float, float],
         epsilon: float,
@@ -257,7 +257,7 @@ def sharded_policy(
     device: torch.device,
     dtype: torch.dtype,
     temperature: float,
-    chunk_bytes: int,
+    chunk_bytes: int | None,
     attn_implementation: str,
     gradient_checkpointing: bool,
 ) -> PolicyModel:

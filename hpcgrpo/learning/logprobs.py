@@ -13,6 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+CHUNK_BYTES = (
+    2**26
+)  # of logits; on a CPU more is hardly faster, and less is slower (benchmarks/logprobs.py --chunks)
+
 
 def token_logprobs(
     hidden: Tensor,
@@ -23,7 +27,7 @@ def token_logprobs(
     bias: Tensor | None = None,
     softcap: float | None = None,
     with_entropy: bool = True,
-    chunk_bytes: int = 2**26,
+    chunk_bytes: int | None = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target, and the entropy of the distribution it was drawn from.
 
@@ -34,10 +38,11 @@ def token_logprobs(
     Returns log-probs [N] and entropy [N], both in nats and float32 (float64 for float64 inputs). The entropy
     carries no gradient; it is NaN where `with_entropy` is off.
 
-    `chunk_bytes` bounds the float32 logits of a chunk; the peak is about three such chunks, and V * H * 4
-    bytes more where the weight is in half precision and takes a gradient. The matrix product runs in the
-    input type: bfloat16 inputs give logits rounded to bfloat16, as the model's own head does. Everything
-    after it is float32; the weight's gradient is a sum in float32 of the chunks' products.
+    `chunk_bytes` bounds the float32 logits of a chunk (None: as `chosen_chunk_bytes` has it); the peak is
+    about three such chunks, and V * H * 4 bytes more where the weight is in half precision and takes a
+    gradient. The matrix product runs in the input type: bfloat16 inputs give logits rounded to bfloat16, as
+    the model's own head does. Everything after it is float32; the weight's gradient is a sum in float32 of
+    the chunks' products.
 
     Raises ValueError for a temperature or softcap that is not positive.
     """
@@ -54,7 +59,28 @@ def token_logprobs(
     return _TokenLogprobs.apply(hidden, weight, bias, targets, options)
 
 
-def _tokens_per_chunk(weight: Tensor, chunk_bytes: int) -> int:
+def chosen_chunk_bytes(weight: Tensor, free_bytes: int | None) -> int:
+    """Bytes of a chunk's float32 logits for an output layer [V, H] with so much free memory; None: on a CPU.
+
+    On a GPU every chunk adds a product of the weight's size to its gradient, [V, H] in float32. Half as many logits
+    as that, H / 2 tokens, keep the additions below a sixth of the products' time, by an H100's rates; a sixteenth of
+    the free memory is the limit.
+    """
+    if free_bytes is None:
+        return CHUNK_BYTES
+    return max(CHUNK_BYTES, min(4 * weight.numel() // 2, free_bytes // 16))
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def _tokens_per_chunk(weight: Tensor, chunk_bytes: int | None) -> int:
+    if not chunk_bytes:
+        chunk_bytes = chosen_chunk_bytes(weight, _free_bytes(weight.device))
     return max(1, chunk_bytes // (weight.shape[0] * max(4, weight.element_size())))
 
 

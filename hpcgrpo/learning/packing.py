@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hpcgrpo.algorithms.base import Loss, Metrics
 from hpcgrpo.learning.attention import Layout, position_ids
 from hpcgrpo.types import Batch, MicroBatch, Row
 
@@ -74,6 +76,28 @@ def _batch(rows: list[Row], device: torch.device) -> Batch:
         peer=stream([r.peer for r in rows]),
         rewards=per_token([r.reward for r in rows]),
     )
+
+
+class FirstPass:
+    """A loss that keeps the log-probs of a pass over rows: at the weights before the step they are the `old` ones of
+    all later passes, so that none is made for them alone.
+
+    Exact for the first optimizer step of several; rows of later ones need theirs before it.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
+        assert batch.old is None, "a pass over rows that have their old log-probs already"
+        self.logprobs.append(logprobs.detach())
+        return self.loss(logprobs, batch)
+
+    def rows(self, rows: Sequence[Packed]) -> list[Packed]:
+        """The rows of that pass, in its order, with their old log-probs."""
+        kept = iter(self.logprobs)
+        return [r if r.batch is None else with_streams(r, old=next(kept)) for r in rows]
 
 
 def with_streams(packed: Packed, **streams: Any) -> Packed:

@@ -159,7 +159,7 @@ def machine_of(config: RunConfig) -> Machine:
         ranks=config.cluster.ranks,
         item_bytes=2 if (gpu if train.bf16 is None else train.bf16) else 4,
         checkpointing=gpu if train.gradient_checkpointing is None else train.gradient_checkpointing,
-        chunk_bytes=train.logprob_chunk_bytes,
+        chunk_bytes=train.logprob_chunk_bytes or (0 if gpu else 2**26),
         zero3=train.learner == "deepspeed",
     )
 
@@ -324,8 +324,8 @@ def _layer_activations(shape: Shape, rows: Rows, machine: Machine, index: int) -
 
 def _chunk_logits(shape: Shape, rows: Rows, machine: Machine) -> int:
     """Logits of a chunk of tokens, as `token_logprobs` cuts them."""
-    tokens = max(1, machine.chunk_bytes // (shape.vocabulary * 4))
-    return min(tokens, rows.targets) * shape.vocabulary
+    size = machine.chunk_bytes or max(2**26, 2 * shape.embedding_parameters)  # the most that is chosen
+    return min(max(1, size // (shape.vocabulary * 4)), rows.targets) * shape.vocabulary
 
 
 def _zero3(shape: Shape, rows: Rows, machine: Machine) -> dict[str, Moment]:

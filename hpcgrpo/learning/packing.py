@@ -82,7 +82,8 @@ class FirstPass:
     """A loss that keeps the log-probs of a pass over rows: at the weights before the step they are the `old` ones of
     all later passes, so that none is made for them alone.
 
-    Exact for the first optimizer step of several; rows of later ones need theirs before it.
+    Exact for the first optimizer step of several; rows of later ones need theirs before it. Rows that have theirs
+    keep them.
     """
 
     def __init__(self, loss: Loss) -> None:
@@ -90,8 +91,7 @@ class FirstPass:
         self.logprobs: list[Tensor] = []
 
     def __call__(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
-        assert batch.old is None, "a pass over rows that have their old log-probs already"
-        self.logprobs.append(logprobs.detach())
+        self.logprobs.append(logprobs.detach() if batch.old is None else batch.old)
         return self.loss(logprobs, batch)
 
     def rows(self, rows: Sequence[Packed]) -> list[Packed]:

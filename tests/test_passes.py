@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hpcgrpo import tiny
 from hpcgrpo.config import parse
+from hpcgrpo.exploring import Ranks
 from hpcgrpo.learning.packing import Packed
 from hpcgrpo.train import assemble, join
 from hpcgrpo.trainer import Trainer
@@ -38,6 +39,29 @@ class Seen:
 
     def __call__(self, module: Any, arguments: tuple[Packed, ...]) -> None:
         (self.trained if torch.is_grad_enabled() else self.scored).append(arguments[0])
+
+
+@dataclass
+class Recorded:
+    """Ranks, and what this one sends to the others."""
+
+    ranks: Ranks
+    sent: list[Any]
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.rank
+
+    @property
+    def size(self) -> int:
+        return self.ranks.size
+
+    def wait(self) -> None:
+        self.ranks.wait()
+
+    def gather(self, value: Any) -> list[Any]:
+        self.sent.append(value)
+        return self.ranks.gather(value)
 
 
 def trainer(folder: Path, algorithm: dict[str, Any], **train: Any) -> Trainer:
@@ -67,16 +91,7 @@ def step(one: Trainer) -> tuple[Seen, Seen | None, dict[str, float], list[Any]]:
         reference = Seen()
         learner.reference.register_forward_pre_hook(reference)
     sent: list[Any] = []
-    ranks = one.ranks
-
-    class Recorded:
-        rank, size = ranks.rank, ranks.size
-
-        def gather(self, value: Any) -> list[Any]:
-            sent.append(value)
-            return ranks.gather(value)
-
-    one.ranks = Recorded()
+    one.ranks, one.explorer.ranks = Recorded(one.ranks, sent), Recorded(one.explorer.ranks, sent)
     record = next(one.steps())
     return actor, reference, dict(record.metrics), sent
 

@@ -13,6 +13,7 @@ from hpcgrpo.ahead import Ahead
 from hpcgrpo.algorithms.base import Algorithm, Loss
 from hpcgrpo.algorithms.codistill import kd_metrics
 from hpcgrpo.exploring import Explored, Explorer, Generator, Ranks, Ready, Setup, gather
+from hpcgrpo.learning.packing import FirstPass
 from hpcgrpo.metrics import Update, learning_metrics, rollout_metrics, staleness
 from hpcgrpo.profiler import Profile
 from hpcgrpo.types import Group, MicroBatch, Progress, Rollout, Stopped
@@ -173,16 +174,18 @@ class Trainer:
         plans = [self.plan(part, algorithm) for part in batching.split(credited, setup.batches_per_step)]
         plans = [p for p in plans if p.totals.rows]  # nothing kept: no gradient, no optimizer step
         with self.profile.phase(f"{phase}logprobs"):
-            prepared = [self._prepared(learner, algorithm, p, len(plans)) for p in plans]
+            prepared = [self._prepared(learner, algorithm, p, later=p is not plans[0]) for p in plans]
             if prepared and self.check_parity is not None and learner is self.learner:
                 self._compare_once(self.check_parity, credited, prepared[0])
         done: list[Update] = []
+        first = FirstPass(algorithm.loss)
         with self.profile.phase(f"{phase}update"):
             for _ in range(setup.num_iterations):
                 for p, rows in zip(plans, prepared, strict=True):
                     rate = learning_rate(self.progress.updates + len(done))
-                    sums = learner.update(rows, algorithm.loss, learning_rate=rate)
+                    sums = learner.update(rows, algorithm.loss if done else first, learning_rate=rate)
                     done.append((self.gather(sums), p.totals.tokens, rate))
+                prepared[:1] = [first.rows(rows) for rows in prepared[:1]]
         return learning_metrics(done, plans)
 
     def _compare_once(
@@ -193,12 +196,12 @@ class Trainer:
             check(rows)
             self.check_parity = None
 
-    def _prepared(self, learner: Learner, algorithm: Algorithm, plan: batching.Plan, plans: int) -> Any:
+    def _prepared(self, learner: Learner, algorithm: Algorithm, plan: batching.Plan, later: bool) -> Any:
         """One optimizer step's rows of this rank, with every log-prob that the loss needs."""
         known = self.algorithm.compares  # the rows bring them along
         rows = learner.prepare(
             plan.micro_batches[self.ranks.rank],
-            old=not known and plans * self.setup.num_iterations > 1,
+            old=not known and later,  # those of the first optimizer step are its first pass's
             reference="reference" in algorithm.streams,
             progress=self.progress.step / self.setup.max_steps,
         )

@@ -133,3 +133,16 @@ def test_after_the_groups_only_sums_are_exchanged(tmp_path: Path) -> None:
     *_, sent = step(trainer(tmp_path, spec))
     for value in sent[1:]:
         assert isinstance(value, dict) and all(isinstance(x, float) for x in value.values())
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_old_log_probs_take_a_pass_from_the_second_optimizer_step_on(tmp_path: Path, batches: int) -> None:
+    """Those of the first come with its first pass. Ratios are 1 in it, and not in the second iteration's."""
+    one = trainer(tmp_path, GRPO, num_iterations=2, train_batch_size=16 // batches, generation_batch_size=16)
+    actor, _, metrics, _ = step(one)
+    plans = 2 * batches  # every one in two passes
+    assert metrics["updates"] == plans
+    assert len(actor.trained) == plans and len(actor.scored) == batches - 1
+    rows = [row.batch for row in actor.trained]
+    assert rows[0] is not None and rows[0].old is None
+    assert all(batch is not None and batch.old is not None for batch in rows[1:])

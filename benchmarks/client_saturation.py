@@ -24,6 +24,7 @@ from itertools import cycle
 from typing import Any
 
 import httpx
+from _rows import compared, row
 from _stand_in_engines import VOCABULARY, drawn_lengths, learner_client, stand_ins
 
 from hpcgrpo.generation.http import Connection, Response
@@ -165,6 +166,23 @@ def measure(options: argparse.Namespace) -> dict[str, list[Run]]:
     return runs
 
 
+def rows(runs: Mapping[str, Sequence[Run]], engines: int) -> list[dict[str, Any]]:
+    """For `table.py`."""
+    mine = runs["ours"]
+    each = {name: [r.cpu_seconds / r.requests for r in found] for name, found in runs.items()}
+    return [
+        row(
+            f"client of {engines} engines: what they can give",
+            statistics.median(r.rate / r.bound for r in mine),
+            of="requests/s",
+            bound=1.0,
+            bound_is="stand-in engines of known speed",
+            promised=0.95,
+        ),
+        row("client: one on httpx", **compared(each["httpx"], each["ours"]), of="CPU-seconds a request"),
+    ]
+
+
 def line(name: str, runs: Sequence[Run], engines: int) -> str:
     seconds, cpu, rate = (
         statistics.median(x) for x in zip(*((r.seconds, r.cpu_seconds, r.rate) for r in runs), strict=True)
@@ -191,7 +209,8 @@ def main() -> None:
     options = parser.parse_args()
     runs = measure(options)
     if options.json:
-        print(json.dumps({name: [asdict(r) for r in rs] for name, rs in runs.items()}))
+        found = {name: [asdict(r) for r in rs] for name, rs in runs.items()}
+        print(json.dumps({"rows": rows(runs, options.engines), "runs": found}))
         return
     print(
         f"{'client':6}{'bound/s':>10}{'reached/s':>10}{'fraction':>10}{'cores':>10}{'CPU ms each':>12}{'engines':>12}"

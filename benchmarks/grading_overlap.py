@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from _rows import compared, row
 from _stand_in_engines import drawn_lengths, learner_client, stand_ins
 
 from hpcgrpo.rewards import REWARDS, Reward, Rewards, Run
@@ -78,6 +79,21 @@ def measure(count: int, milliseconds: float, rounds: int) -> dict[str, list[Step
     return steps
 
 
+def rows(steps: dict[str, list[Step]]) -> list[dict[str, Any]]:
+    """For `table.py`: at best, grading adds nothing to sampling."""
+    whole = {name: [s.seconds for s in some] for name, some in steps.items()}
+    alone = statistics.median(s.seconds - s.after_seconds for s in steps["after"])
+    return [
+        row(
+            "grading while sampling: after it",
+            **compared(whole["after"], whole["while"]),
+            of="seconds of sampling and grading",
+            bound=statistics.median(whole["after"]) / alone,
+            bound_is="sampling alone",
+        )
+    ]
+
+
 def main() -> None:
     """Print the table, or one JSON object with every step."""
     parser = argparse.ArgumentParser(
@@ -90,7 +106,8 @@ def main() -> None:
     options = parser.parse_args()
     steps = measure(options.requests, options.milliseconds, options.rounds)
     if options.json:
-        print(json.dumps({name: [asdict(s) for s in some] for name, some in steps.items()}))
+        found = {name: [asdict(s) for s in some] for name, some in steps.items()}
+        print(json.dumps({"rows": rows(steps), "steps": found}))
         return
     medians = {
         name: [statistics.median(x) for x in zip(*((s.seconds, s.after_seconds) for s in some), strict=True)]

@@ -37,19 +37,22 @@ class Script:
     limit_seconds: int = 3600
 
 
+BALANCE = ("--ranks", "4", "--groups", "8", "--prompts", "512", "--completions", "128", "--steps", "1")
+BALANCE += ("--measure", "4", "--measured-completions", "32", "--repeats", "1")
 SCRIPTS = (
     Script("learner_step", "learner step: packed, shared prompts, TRL", ("--quick", "--blocks", "2"), True),
     Script("vs_trl", "whole step beside TRL", ("--case", "spread", "--blocks", "2", "--steps", "2"), True),
-    Script("balance", "even work over ranks", ("--quick",)),
+    Script("balance", "even work over ranks", BALANCE),
     Script("overlap", "sampling while learning", ("--quick",)),
     Script("generation", "sampling in process", ("--rounds", "3"), True),
     Script("cppo_speed", "pruned completions", ("--rounds", "2", "--prompts", "4"), True),
     Script("logprobs", "log-probs without the logits", ("--timed-tokens", "256", "--repeats", "1"), True),
     Script("weight_sync", "weights to an engine", ("--layers", "2", "--repeats", "2"), True, needs="vllm"),
-    Script("client_saturation", "the client of eight engines", ("--quick",)),
+    Script("client_saturation", "the client of eight engines", ("--waves", "1")),
+    Script("grading_overlap", "grading while sampling", ("--requests", "64", "--rounds", "1")),
     Script("grading", "answers a second", ("--pairs", "60", "--rounds", "2")),
     Script("checkpoint", "saving", ("--layers", "2", "--turns", "2"), True),
-    Script("startup", "from command to first step", ("--quick",)),
+    Script("startup", "what a run costs before its first step", ("--repeats", "1")),
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -66,6 +67,13 @@ def build_model(
 
 
 @torch.no_grad()
+def never_sample(model: Qwen2ForCausalLM, tokens: Sequence[int]) -> None:
+    """Set these tokens' rows so that none of them is sampled at any position."""
+    hidden = model.model(input_ids=torch.arange(4, 64)[None]).last_hidden_state
+    model.lm_head.weight[list(tokens), 0] = -1000.0 / hidden[..., 0].mean()
+
+
+@torch.no_grad()
 def set_stop_probability(model: Qwen2ForCausalLM, probability: float) -> None:
     """Set the end token's row so that it is sampled with this mean probability at any position (0: never)."""
     tokens = torch.randint(4, VOCABULARY, (8, 64), generator=torch.Generator().manual_seed(1))
@@ -73,7 +81,7 @@ def set_stop_probability(model: Qwen2ForCausalLM, probability: float) -> None:
     head = model.lm_head.weight
     others = (hidden @ head.T).index_fill(-1, torch.tensor([EOS]), -torch.inf).logsumexp(-1)
     if probability == 0:
-        head[EOS, 0] = -1000.0 / hidden[..., 0].mean()
+        never_sample(model, [EOS])
         return
     low, high = -100.0, 100.0
     for _ in range(60):  # the mean probability grows with the weight

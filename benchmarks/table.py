@@ -43,7 +43,7 @@ SCRIPTS = (
     Script("learner_step", "learner step: packed, shared prompts, TRL", ("--quick", "--blocks", "2"), True),
     Script("vs_trl", "whole step beside TRL", ("--case", "spread", "--blocks", "2", "--steps", "2"), True),
     Script("balance", "even work over ranks", BALANCE),
-    Script("overlap", "sampling while learning", ("--quick",)),
+    Script("overlap", "sampling while learning", ("--quick",), True, needs="vllm"),
     Script("generation", "sampling in process", ("--rounds", "3"), True),
     Script("cppo_speed", "pruned completions", ("--rounds", "2", "--prompts", "4"), True),
     Script("logprobs", "log-probs without the logits", ("--timed-tokens", "256", "--repeats", "1"), True),

@@ -22,10 +22,13 @@ import _flops
 import _learner_inputs
 import _learner_side
 import _rows
+import _tiny_model
 import learner_step
+import overlap
 import table
 
-from hpcgrpo import batching
+from hpcgrpo import batching, tiny
+from hpcgrpo.types import Request, Sampling
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 aten = torch.ops.aten
@@ -125,6 +128,89 @@ def test_the_learner_computes_what_is_counted(learning: Any, side: str) -> None:
         trainer.learn(taken)
     sizes = learner_step.Case("", 0, {}, hidden=CASE["hidden"], layers=CASE["layers"]).sizes
     assert counter.get_total_flops() == getattr(_flops, side)(CASE["prompt_tokens"], lengths).flops(sizes)
+
+
+# --- sampling while learning ------------------------------------------------------------------------------
+
+
+def step(seconds: float, sampling: float = 0.0, drafts: float = 0.0, sync: float = 0.0) -> overlap.Seconds:
+    return {
+        "step": seconds,
+        "sampling": sampling,
+        "drafts": drafts,
+        "sync": sync,
+        "learning": seconds - sampling - sync,
+    }
+
+
+def test_overlap_against_its_bound_and_igrpo_against_grpo() -> None:
+    """In turn GRPO samples 4 s, learns 5 s and pushes 1 s; iGRPO's drafts take 2 s, its refinements 4 s."""
+    steps = {
+        "GRPO": [step(10, 4, 0, 1)] * 3,
+        "GRPO, step ahead": [step(8)] * 3,
+        "iGRPO": [step(12, 6, 2, 1)] * 3,
+        "iGRPO, drafts ahead": [step(11)] * 3,
+        "iGRPO, step ahead": [step(7.5)] * 3,
+    }
+    rows = {row["name"]: row for row in overlap.table_rows("equal", steps)}
+    ahead = {name: (row["ratio"], row["bound"]) for name, row in rows.items() if row["bound"]}
+    assert ahead == {
+        "equal, GRPO, step ahead: in turn": (10 / 8, 10 / max(4, 5 + 1)),
+        "equal, iGRPO, drafts ahead: in turn": (12 / 11, 12 / (4 + max(2, 5 + 1))),
+        "equal, iGRPO, step ahead: in turn": (12 / 7.5, 12 / max(6, 5 + 1)),
+    }
+    rivals = {name: (row["ratio"], row["promised"]) for name, row in rows.items() if not row["bound"]}
+    assert rivals == {
+        "equal, iGRPO: GRPO": (10 / 12, 0.9),
+        "equal, iGRPO, drafts ahead: GRPO": (10 / 11, 0.95),
+        "equal, iGRPO, step ahead: GRPO, step ahead": (8 / 7.5, 0.95),
+    }
+
+
+def test_a_steps_time_is_sampling_learning_waiting_and_sync() -> None:
+    metrics = {
+        **{"step_time": 10.0, "completions/sampled": 16.0},
+        **{"timing_s/generate": 3.0, "timing_s/generate/stage_1": 1.0, "timing_s/generate/stage_2": 2.0},
+        **{"timing_s/grade": 0.5, "timing_s/update": 4.5, "timing_s/other": 0.25, "timing_s/sync": 1.0},
+        **{"timing_s/wait": 0.75, "timing_cpu_s/generate": 0.5, "timing_cpu_s/update": 4.0},
+        **{
+            "timing_ahead_s/generate": 2.0,
+            "timing_ahead_s/generate/stage_1": 2.0,
+            "timing_ahead_s/grade": 1.0,
+        },
+    }
+    found = overlap.seconds(metrics)
+    assert (found["sampling"], found["drafts"], found["waiting"], found["sync"]) == (3.5, 1.0, 0.75, 1.0)
+    assert found["learning"] == 10 - 3.5 - 0.75 - 1.0
+    assert (found["ahead"], found["client_cpu"], found["learner_cpu"]) == (3.0, 0.5, 4.5)
+
+
+def test_both_stages_sample_the_quantiles_of_one_distribution() -> None:
+    class Echo:
+        def generate(self, requests: Any, sampling: Sampling, arrived: Any = None) -> Any:
+            return [r.length for r in requests]
+
+    case = overlap.Case("spread", 24, 96, prompts=1)
+    requests = [Request((1,), seed) for seed in range(192)]
+    whole, half = (
+        overlap.Typical(Echo(), case).generate(r, Sampling(1.0, 96)) for r in (requests, requests[:96])
+    )
+    assert sum(whole) == pytest.approx(192 * 24, rel=0.01) and sum(half) == pytest.approx(96 * 24, rel=0.01)
+    assert max(whole) == max(half) == 96
+
+
+def test_the_model_samples_nothing_but_single_characters() -> None:
+    """Else a draft would be longer in a prompt than it was when sampled."""
+    tokenizer = tiny.build_character_tokenizer()
+    others = [i for i in range(tiny.VOCABULARY_SIZE) if len(tokenizer.decode([i])) != 1]
+    model = _tiny_model.build_model(hidden=64, layers=1, vocabulary=tiny.VOCABULARY_SIZE)
+    _tiny_model.never_sample(model, others)
+    with torch.no_grad():
+        shares = model(torch.arange(4, 40)[None]).logits.softmax(-1)
+    assert shares[..., others].max() == 0.0
+    kept = torch.full((1000,), 1.0).multinomial(1000)  # a random order
+    ids = [[i for i in range(tiny.VOCABULARY_SIZE) if i not in others][k % 90] for k in kept]
+    assert tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"] == ids
 
 
 # --- rows and the table -----------------------------------------------------------------------------------

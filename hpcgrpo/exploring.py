@@ -161,9 +161,11 @@ class Explorer:
     def ahead(self, stage: Stage, position: int, push: Callable[[], None]) -> Ready:
         """All of the step whose first prompt is at `position`, or its drafts alone, from a thread beside the learner.
 
-        Weights are pushed by `push`, and the time counts to a clock of its own.
+        Weights are pushed by `push`, and the time counts to a clock of its own. Where a run is to stop at once, what is
+        sampled already is kept: only a generator that breaks off for it leaves nothing.
         """
         pushes, self.push = self.push, push
+        urgent, self.urgent = self.urgent, lambda: False
         profile, self.profile = self.profile, Profile(moved=self.profile.moved, clock=self.profile.clock)
         self.profile.begin_steps()
         try:
@@ -172,7 +174,7 @@ class Explorer:
             spent, _ = self.profile.end_step()
             return Ready(explored, drafts, spent.named("timing_ahead_s"))
         finally:
-            self.push, self.profile = pushes, profile
+            self.push, self.profile, self.urgent = pushes, profile, urgent
 
     def drafts(self, position: int) -> Drafts:
         """Stage 1 alone of the step whose first prompt is at `position`: all ranks' drafts, on every rank."""

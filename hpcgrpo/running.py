@@ -19,6 +19,7 @@ from hpcgrpo.algorithms.igrpo import REFINE_TEMPLATE, template_of
 from hpcgrpo.arithmetic import Arithmetic
 from hpcgrpo.attempt import Attempt
 from hpcgrpo.config import ConfigError
+from hpcgrpo.exploring import Ready
 from hpcgrpo.heldout import Answers, evaluate, transfer_warning
 from hpcgrpo.journal import FolderInUse, Journal, ProgressLine, write_atomically
 from hpcgrpo.learning import checkpoint
@@ -80,10 +81,24 @@ def steps(run: Run) -> Iterator[StepRecord]:
         run.checkpoints.finish()
         if run.saves and run.saved_step < run.trainer.progress.step:
             save(run, wait=True)
+        _tell_given_up(run)
         _note(run)
         raise
     run.checkpoints.finish()
     _note(run)
+
+
+def _tell_given_up(run: Run) -> None:
+    """Where a stop broke off what was sampled ahead, the run will not be the undisturbed one bit for bit."""
+    trainer = run.trainer
+    lost = trainer.setup.ahead and trainer.ready == Ready()
+    if lost and trainer.ranks.rank == 0 and 0 < trainer.progress.step < run.counts.max_steps:
+        print(
+            f"note: what was being sampled for step {trainer.progress.step + 1} is given up; the next start samples it"
+            " anew, with the newer weights",
+            file=run.summary,
+            flush=True,
+        )
 
 
 def _until_stopped(run: Run) -> Iterator[StepRecord]:

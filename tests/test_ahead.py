@@ -19,6 +19,7 @@ from test_resume import PROGRAM, same
 from hpcgrpo.ahead import FILE, Ahead, load, packed, save, unpacked
 from hpcgrpo.config import ConfigError, parse
 from hpcgrpo.exploring import Explored, Ready, Setup
+from hpcgrpo.journal import read_metrics
 from hpcgrpo.types import Completion, Group, Prompt, Rollout, Score
 
 STEP, DRAFTS = (
@@ -265,3 +266,23 @@ def test_two_ranks_sample_what_one_does(folder: Path) -> None:
     for expected, found in zip(metrics(runs[1]), metrics(runs[2]), strict=True):
         assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
         assert found["sampling/staleness/max"] == expected["sampling/staleness/max"]
+
+
+@pytest.mark.slow
+def test_a_run_told_to_stop_goes_on_as_if_it_had_not(folder: Path, tmp_path: Path) -> None:
+    """SIGTERM is urgent; the in-process generator does not break off, so what it samples ahead is kept."""
+    command = [sys.executable, "-m", "hpcgrpo.cli", "train", str(folder / "run.yaml")]
+    options = ["name=stopped", f"output_dir={folder}/logs", "report_to=[]"]
+    stopped = folder / "logs" / "stopped"
+    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as run:
+        deadline = time.monotonic() + 200
+        while len(read_metrics(stopped)) < 3:
+            assert time.monotonic() < deadline and run.poll() is None
+            time.sleep(0.02)
+        run.terminate()
+        _, said = run.communicate(timeout=100)
+    if run.returncode == 143:  # else it was done before
+        assert "given up" not in said
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+    same(folder, "stopped", tmp_path)

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -34,11 +35,23 @@ def main(run: RunConfig, body: Callable[[RunConfig, IO[str]], None]) -> int:
     try:
         with errors_noted(attempt, rank):
             body(run, summary)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if any(thread.name == "ahead" for thread in threading.enumerate()):
+            leave(stop)
+        raise
     except Exception:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(3)  # rank 0 most likely has the same to say, and its end ends this one
         raise
     return 0
+
+
+def leave(stop: KeyboardInterrupt | SystemExit) -> None:
+    """End the process at once: Python would tear torch down below a thread that is still sampling."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    code = stop.code if isinstance(stop, SystemExit) else 130
+    os._exit(code if isinstance(code, int) else 1)
 
 
 def own_log(attempt: Attempt, rank: int) -> IO[str]:

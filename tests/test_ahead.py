@@ -116,7 +116,7 @@ class Asked:
 
 
 def setup(ahead: Any, prompts: int = 3) -> Setup:
-    return Setup(0, prompts, 1, 1, 10, 64, 4, 8, 16, 1.0, True, ahead)
+    return Setup(0, prompts, 1, 1, 10, 64, 4, 8, 16, 1.0, True, ahead=ahead)
 
 
 def test_groups_come_back_as_they_were_with_columns_that_no_json_holds() -> None:

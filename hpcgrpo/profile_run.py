@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hpcgrpo import config as configuration
-from hpcgrpo import profiler
+from hpcgrpo import profile_table, profiler
 from hpcgrpo.algorithms import ALGORITHMS
 from hpcgrpo.algorithms.schema import layers, nearest, parameters
 from hpcgrpo.arithmetic import arithmetic
@@ -80,7 +80,7 @@ def run(path: str, overrides: Sequence[str], options: Options) -> int:
     if options.as_json:
         print(json.dumps(said, indent=1))
     else:
-        show(said)
+        profile_table.show(said)
     return 0
 
 
@@ -270,61 +270,3 @@ def compared(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         }
         for label, row in found.items()
     }
-
-
-def show(said: Mapping[str, Any]) -> None:
-    """Print the table for people."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    rows = said["rows"]
-    hours = "gpu_hours" if "gpu_hours" in rows[0] else "cpu_rank_hours"
-    columns = (
-        "",
-        "peak GB",
-        "diff.",
-        "samples/s",
-        "diff.",
-        "GPU-h" if hours == "gpu_hours" else "rank-h",
-        "diff.",
-    )
-    table = Table(*columns, "steps", "s/step", box=box.SIMPLE_HEAD, title=_title(said))
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows:
-        table.add_row(*_cells(row, hours, is_first=row is rows[0]))
-    console = Console()
-    console.print(table)
-    for text in _remarks(said, hours):
-        console.print(text, style="bright_black", markup=False, highlight=False)
-
-
-def _title(said: Mapping[str, Any]) -> str:
-    lengths = f", completions of the lengths {said['lengths']}" if said["lengths"] else ""
-    return f"{said['name']}: {said['steps']} steps measured after {said['warm_up']}{lengths}"
-
-
-def _cells(row: Mapping[str, Any], hours: str, *, is_first: bool) -> Iterator[str]:
-    differences = row["differences"]
-    yield row["name"]
-    yield f"{row['peak_memory_gb']:.4f}"
-    yield "" if is_first else f"{differences['peak_memory_gb']:+.4f}"
-    for key in ("samples_per_second", hours):
-        yield f"{row[key]:.3g}"
-        yield "" if is_first else f"{differences[key]:+.1%}"
-    yield f"{row['steps']:,}"
-    yield f"{row['step_seconds']:.3g}"
-
-
-def _remarks(said: Mapping[str, Any], hours: str) -> Iterator[str]:
-    yield "samples/s as Appendix D of the iGRPO paper counts them, without gradient accumulation."
-    of = "all reserved GPUs" if hours == "gpu_hours" else "all ranks, on CPUs"
-    yield f"Hours of {of} for the steps of the configuration's full length."
-    if len({row["steps"] for row in said["rows"]}) > 1:
-        yield "Steps differ: a step trains as many completions, of more questions where a question has fewer."
-    for name, r in said["published"].items():
-        yield (
-            f"Published, {name} on 16 A100 (Table S.3): {r['peak_memory_gb']} GB, {r['samples_per_second']} samples/s,"
-            f" {r['gpu_hours']} GPU-hours."
-        )

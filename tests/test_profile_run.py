@@ -14,7 +14,7 @@ import pytest
 import torch
 from runs import hpcgrpo, make_model
 
-from hpcgrpo import config, profile_run, tiny
+from hpcgrpo import config, profile_run, profile_table, tiny
 from hpcgrpo.generation.forced import ForcedGenerator
 from hpcgrpo.generation.transformers import TransformersGenerator
 from hpcgrpo.generation.wire import body
@@ -189,6 +189,37 @@ def test_differences_are_against_the_first_row() -> None:
     assert found["peak_memory_gb"] == pytest.approx(0.0063)
     assert found["samples_per_second"] == pytest.approx(-0.1707, abs=1e-4)
     assert found["gpu_hours"] == pytest.approx(0.1297, abs=1e-4)  # the paper's +13 %
+
+
+def rows() -> list[dict[str, Any]]:
+    """A second row that differs from the first by as much as a table must bear."""
+    first = {"peak_memory_gb": 54.9286, "samples_per_second": 0.41, "gpu_hours": 83.3, "step_seconds": 312.0}
+    second = {
+        "peak_memory_gb": 154.9349,
+        "samples_per_second": 155.0,
+        "gpu_hours": 30649.6,
+        "step_seconds": 376.0,
+    }
+    found = profile_run.compared({"grpo": first, "co-distillation": second})
+    return [{"name": name, "steps": 14000, **row} for name, row in found.items()]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_the_table_is_never_cut(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    said = {"name": "small", "steps": 5, "warm_up": 2, "lengths": None, "rows": rows(), "published": {}}
+    profile_table.show(said)
+    shown = capsys.readouterr().out
+    words = " ".join(shown.split())
+    assert "…" not in shown and all(len(line) <= width for line in shown.splitlines())
+    for text in ("54.9286", "+100.0063", "155", "+37704.9%", "3.06e+04", "+36694.2%", "14,000", "376"):
+        assert text in words
+    assert ("diff." in words) == (width == 120)
+    assert ("co-distillation: peak GB 154.9349 (+100.0063), samples/s 155 (+37704.9%)" in words) == (
+        width < 120
+    )
 
 
 @pytest.mark.slow

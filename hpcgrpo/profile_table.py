@@ -66,6 +66,10 @@ def _cells(row: Mapping[str, Any], said: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def _remarks(said: Mapping[str, Any]) -> Iterator[str]:
+    yield from said["notes"]
+    if said["kept"]:
+        names = ", ".join(row["name"] for row in said["kept"])
+        yield f"Kept from earlier profiles, in profiled.json: {names}."
     yield "samples/s as Appendix D of the iGRPO paper counts them, without gradient accumulation."
     of = "all reserved GPUs" if _hours(said) == "gpu_hours" else "all ranks, on CPUs"
     yield f"Hours of {of} for the steps of the configuration's full length."

@@ -13,7 +13,7 @@ from typing import Any
 from hpcgrpo.arguments import parser
 
 USER_ERROR = 2  # exit code for what the user can mend
-
+OF_A_JOB = ("node", "ranks", "rank", "eval-task", "eval-merge", "eval-watch")  # their logs keep the traceback
 
 FROM_CHECKPOINT = "; the same command goes on from the last checkpoint"
 GOES_ON = {  # command -> what the same command does after an interruption
@@ -21,6 +21,7 @@ GOES_ON = {  # command -> what the same command does after an interruption
     "submit": "; a job that is queued goes on",
     "study": FROM_CHECKPOINT,
     "quickstart": FROM_CHECKPOINT,
+    "profile": "; what was measured is kept, and the same command starts the algorithm at hand over",
     "eval": "; what was graded is kept, and the same command goes on",
 }
 
@@ -39,6 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         for line in str(error).splitlines() or [repr(error)]:
             print(f"hpcgrpo: error: {line}", file=sys.stderr)
+        return USER_ERROR
+    except (PermissionError, NotADirectoryError) as error:
+        if os.environ.get("HPCGRPO_TRACEBACK") or arguments.command in OF_A_JOB or error.filename is None:
+            raise
+        from hpcgrpo.journal import why_denied
+
+        print(f"hpcgrpo: error: {why_denied(error)}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print(f"hpcgrpo: interrupted{GOES_ON.get(arguments.command, '')}", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import pwd
 import socket
 import sys
 import time
@@ -47,6 +48,27 @@ def claim(folder: Path) -> IO[str]:
     lock.write(f"pid {os.getpid()} on {socket.gethostname()}")
     lock.flush()
     return lock
+
+
+def why_denied(error: OSError) -> str:
+    """One line for a path that may not be read or written, or runs through a file: whose it is, and the way out."""
+    path = Path(os.fsdecode(error.filename))
+    there, status = next(found for found in map(_status, (path, *path.absolute().parents)) if found)
+    if isinstance(error, NotADirectoryError):
+        return f"{path}: {there} is no folder; name another place (output_dir=... for what a command writes)"
+    try:
+        owner = pwd.getpwuid(status.st_uid).pw_name
+    except KeyError:
+        owner = f"user {status.st_uid}"
+    whose = "its owner" if there == path else f"the owner of {there}"
+    return f"{path}: permission denied ({whose} is {owner}); ask for access, or name a folder of yours"
+
+
+def _status(path: Path) -> tuple[Path, os.stat_result] | None:
+    try:
+        return path, path.stat()
+    except OSError:
+        return None
 
 
 def write_atomically(path: Path, text: str) -> None:

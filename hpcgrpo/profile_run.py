@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hpcgrpo import config as configuration
-from hpcgrpo import profiler
+from hpcgrpo import profile_table, profiler
 from hpcgrpo.algorithms import ALGORITHMS
 from hpcgrpo.algorithms.schema import layers, nearest, parameters
 from hpcgrpo.arithmetic import arithmetic
@@ -47,7 +48,8 @@ class Options:
 def run(path: str, overrides: Sequence[str], options: Options) -> int:
     """Measure each algorithm, print the table -> 0, or the exit code of the first run that failed.
 
-    Nothing is written but in `<output_dir>/<name>-profile`, where a later profile takes the place of an earlier one.
+    Nothing is written but in `<output_dir>/<name>-profile`. There a later profile takes the place of what earlier ones
+    measured of the same algorithms, and keeps the others; one that did not come to its end goes on.
     Raises ConfigError for what the user can mend, before anything is run.
     """
     if options.steps < 1 or options.warm_up < 0:
@@ -56,15 +58,24 @@ def run(path: str, overrides: Sequence[str], options: Options) -> int:
         )
     base = configuration.load(path, overrides)
     forced = forced_lengths(options.lengths, base)
+    request = json.dumps({"lengths": forced}) + "\n"
     runs = runs_of(base, options)
     home = Path(base.output_dir) / f"{base.name}-profile"
-    lock = _take(home, list(runs))
+    lock, kept = _take(home, runs, request)
+    notes = batch_notes(base, runs)
+    for note in notes:
+        say(note)
     for number, (label, each) in enumerate(runs.items(), 1):
         steps = f"{options.steps} steps after {options.warm_up} to warm up"
+        if is_measured(each, request):
+            say(f"{label} ({number} of {len(runs)}) is measured already, in {each.folder}")
+            continue
         say(f"profiling {label} ({number} of {len(runs)}): {steps}, in {each.folder}")
-        write_atomically(each.folder / REQUEST, json.dumps({"lengths": forced}) + "\n")
+        write_atomically(each.folder / REQUEST, request)
         if code := launch(each, options.executor):
-            say(f"{label} ended with exit code {code}; nothing is compared")
+            say(
+                f"{label} ended with exit code {code}; nothing is compared, and the same command goes on with it"
+            )
             return code
     found = {label: measured(base, each, options.warm_up) for label, each in runs.items()}
     said = {
@@ -73,14 +84,17 @@ def run(path: str, overrides: Sequence[str], options: Options) -> int:
         "warm_up": options.warm_up,
         "lengths": options.lengths,
         "rows": [{"name": label, **row} for label, row in compared(found).items()],
+        "kept": kept,
+        "notes": notes,
         "published": paper.published(),
     }
-    write_atomically(home / RESULT, json.dumps({"runs": list(runs), **said}, indent=1) + "\n")
+    beside = sorted(asked.parent.name for asked in home.glob(f"*/{REQUEST}"))
+    write_atomically(home / RESULT, json.dumps({"runs": beside, **said}, indent=1) + "\n")
     lock.close()
     if options.as_json:
         print(json.dumps(said, indent=1))
     else:
-        show(said)
+        profile_table.show(said)
     return 0
 
 
@@ -89,20 +103,41 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _take(home: Path, labels: Sequence[str]) -> Any:
-    """Lock the profile's folder and clear an earlier profile out of it; its name says whose it is."""
+def _take(home: Path, runs: Mapping[str, RunConfig], request: str) -> tuple[Any, list[dict[str, Any]]]:
+    """Lock the profile's folder, clear what is measured again out of it -> the lock, earlier rows of other algorithms.
+
+    Each of those rows has what its own profile was. A profile without rows did not come to its end, and goes on.
+    """
     if (home / local.CONFIG_FILE).exists():
         raise ConfigError(
             f"{home} holds a run, where the profile would go; give the configuration another name (name=...)"
         )
     lock = claim(home)
-    earlier = home / RESULT
-    if earlier.exists():
-        say(f"replacing the earlier profile in {home}")
-        for label in json.loads(earlier.read_text(encoding="utf-8"))["runs"]:
+    path = home / RESULT
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    goes_on = "rows" not in earlier
+    for label in (label for label in runs if (home / label / REQUEST).exists()):
+        if not (goes_on and is_measured(runs[label], request)):
+            claim(home / label).close()  # refused where it still runs
+            say(f"replacing the earlier {label} in {home}")
             shutil.rmtree(home / label, ignore_errors=True)
-    write_atomically(earlier, json.dumps({"runs": list(labels)}) + "\n")
-    return lock
+    how = {k: earlier.get(k) for k in ("steps", "warm_up", "lengths")}
+    rows = [{"name": row["name"], "profile": how, **row} for row in earlier.get("rows", ())]
+    kept = [row for row in (*rows, *earlier.get("kept", ())) if row["name"] not in runs]
+    write_atomically(path, json.dumps({"kept": kept}) + "\n")
+    return lock, kept
+
+
+def is_measured(run: RunConfig, request: str) -> bool:
+    """Whether the run's folder holds every step of this very run, sampled as asked for."""
+    asked, made_with = run.folder / REQUEST, run.folder / local.CONFIG_FILE
+    return (
+        asked.exists()
+        and asked.read_text(encoding="utf-8") == request
+        and made_with.exists()
+        and made_with.read_text(encoding="utf-8") == configuration.to_yaml(run)
+        and [line["step"] for line in read_metrics(run.folder)][-1:] == [run.train.max_steps]
+    )
 
 
 # ---- what is run
@@ -114,24 +149,81 @@ def runs_of(base: RunConfig, options: Options) -> dict[str, RunConfig]:
     Raises ConfigError for an algorithm that is not known, is there twice, or cannot be run so.
     """
     wanted = options.algorithms or tuple(dict.fromkeys(("grpo", "igrpo", str(base.algorithm["name"]))))
-    found: dict[str, RunConfig] = {}
-    for name in wanted:
-        label, spec = algorithm_of(base, name)
-        if label in found:
+    specs: dict[str, dict[str, Any]] = {}
+    for label, spec in (algorithm_of(base, name) for name in wanted):
+        if label in specs:
             raise ConfigError(f"profile: --algorithms has {label} twice; give each one once")
+        specs[label] = spec
+    shares = {}
+    for label, spec in specs.items():
+        with _refused(label):
+            algorithm = base.model_copy(update={"algorithm": spec}).build_algorithm()
+            shares[label] = algorithm.batch_share or algorithm.num_generations
+    batch = common_batch(base, shares)
+    found: dict[str, RunConfig] = {}
+    for label, spec in specs.items():
         values = base.model_dump(mode="json")
         values |= {"name": label, "output_dir": f"{base.output_dir}/{base.name}-profile", "algorithm": spec}
         values |= {"eval": None, "report_to": []}
-        values["train"] = values["train"] | {"max_steps": options.warm_up + options.steps}
-        try:
+        values["train"] |= {"max_steps": options.warm_up + options.steps, "train_batch_size": batch}
+        with _refused(label):
             found[label] = configuration.parse(values)
-            arithmetic(found[label], found[label].build_algorithm(), rows=None)
-        except ValueError as error:
-            raise ConfigError(
-                f"profile: {label} cannot be run with this configuration: {error}\nAn algorithm with options of its own"
-                " is given as the YAML file of a run that has it: --algorithms grpo,my-run.yaml"
-            ) from None
     return found
+
+
+@contextmanager
+def _refused(label: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(
+            f"profile: {label} cannot be run with this configuration: {error}\nAn algorithm with options of its own"
+            " is given as the YAML file of a run that has it: --algorithms grpo,my-run.yaml"
+        ) from None
+
+
+def common_batch(base: RunConfig, shares: Mapping[str, int]) -> int | None:
+    """train.train_batch_size of every run: the configuration's own, or the nearest multiple of all shares.
+
+    `shares` are the completions that each algorithm trains of a prompt. Raises ConfigError where another key fixes the
+    batch, with the size that would do.
+    """
+    own = arithmetic(base, base.build_algorithm(), rows=None)
+    size, step = own.train_batch_size, math.lcm(*shares.values())
+    if size % step == 0:
+        return base.train.train_batch_size
+    step = math.lcm(
+        step, math.gcd(size, own.ranks * base.train.gradient_accumulation_steps)
+    )  # ranks alike, as before
+    near = max(
+        step, (size + (step - 1) // 2) // step * step
+    )  # of two as near the smaller: it needs less memory
+    train = base.train
+    fixed = ("generation_batch_size", "per_device_train_batch_size", "steps_per_generation")
+    if found := [f"train.{key}" for key in fixed if getattr(train, key)]:
+        raise ConfigError(
+            f"profile: the batch of {size} completions serves not every algorithm: {_shares_text(shares)}. Each is to"
+            f" train as many, so give train.train_batch_size={near}, and another value or none to {', '.join(found)}"
+        )
+    return near
+
+
+def _shares_text(shares: Mapping[str, int]) -> str:
+    return "of a prompt " + ", ".join(f"{label} trains {share}" for label, share in shares.items())
+
+
+def batch_notes(base: RunConfig, runs: Mapping[str, RunConfig]) -> list[str]:
+    """What is to be known where the runs train other batches than `base`: one line, or none."""
+    algorithms = {label: run.build_algorithm() for label, run in runs.items()}
+    shares = {label: a.batch_share or a.num_generations for label, a in algorithms.items()}
+    own = arithmetic(base, base.build_algorithm(), rows=None).train_batch_size
+    size = next(iter(runs.values())).train.train_batch_size or own
+    if size == own:
+        return []
+    return [
+        f"Measured with train.train_batch_size {size}, not the configuration's {own}, which serves not every algorithm:"
+        f" {_shares_text(shares)} completions, and those that are compared sample as many of each."
+    ]
 
 
 def algorithm_of(base: RunConfig, name: str) -> tuple[str, dict[str, Any]]:
@@ -252,7 +344,9 @@ def measured(base: RunConfig, run: RunConfig, warm_up: int) -> dict[str, Any]:
 def full_length(base: RunConfig, run: RunConfig, line: Mapping[str, float]) -> int:
     """Steps of `base` with `run`'s algorithm, for as many questions as a step's line tells that there are."""
     questions = round(line["epoch_position"] / line["epoch"])
-    whole = configuration.parse(base.model_dump(mode="json") | {"algorithm": run.algorithm})
+    values = base.model_dump(mode="json") | {"algorithm": run.algorithm}
+    values["train"] |= {"train_batch_size": run.train.train_batch_size}
+    whole = configuration.parse(values)
     return arithmetic(whole, whole.build_algorithm(), questions).max_steps
 
 
@@ -270,61 +364,3 @@ def compared(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         }
         for label, row in found.items()
     }
-
-
-def show(said: Mapping[str, Any]) -> None:
-    """Print the table for people."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    rows = said["rows"]
-    hours = "gpu_hours" if "gpu_hours" in rows[0] else "cpu_rank_hours"
-    columns = (
-        "",
-        "peak GB",
-        "diff.",
-        "samples/s",
-        "diff.",
-        "GPU-h" if hours == "gpu_hours" else "rank-h",
-        "diff.",
-    )
-    table = Table(*columns, "steps", "s/step", box=box.SIMPLE_HEAD, title=_title(said))
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows:
-        table.add_row(*_cells(row, hours, is_first=row is rows[0]))
-    console = Console()
-    console.print(table)
-    for text in _remarks(said, hours):
-        console.print(text, style="bright_black", markup=False, highlight=False)
-
-
-def _title(said: Mapping[str, Any]) -> str:
-    lengths = f", completions of the lengths {said['lengths']}" if said["lengths"] else ""
-    return f"{said['name']}: {said['steps']} steps measured after {said['warm_up']}{lengths}"
-
-
-def _cells(row: Mapping[str, Any], hours: str, *, is_first: bool) -> Iterator[str]:
-    differences = row["differences"]
-    yield row["name"]
-    yield f"{row['peak_memory_gb']:.4f}"
-    yield "" if is_first else f"{differences['peak_memory_gb']:+.4f}"
-    for key in ("samples_per_second", hours):
-        yield f"{row[key]:.3g}"
-        yield "" if is_first else f"{differences[key]:+.1%}"
-    yield f"{row['steps']:,}"
-    yield f"{row['step_seconds']:.3g}"
-
-
-def _remarks(said: Mapping[str, Any], hours: str) -> Iterator[str]:
-    yield "samples/s as Appendix D of the iGRPO paper counts them, without gradient accumulation."
-    of = "all reserved GPUs" if hours == "gpu_hours" else "all ranks, on CPUs"
-    yield f"Hours of {of} for the steps of the configuration's full length."
-    if len({row["steps"] for row in said["rows"]}) > 1:
-        yield "Steps differ: a step trains as many completions, of more questions where a question has fewer."
-    for name, r in said["published"].items():
-        yield (
-            f"Published, {name} on 16 A100 (Table S.3): {r['peak_memory_gb']} GB, {r['samples_per_second']} samples/s,"
-            f" {r['gpu_hours']} GPU-hours."
-        )

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import pwd
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from runs import hpcgrpo, write_config
+
+from hpcgrpo import cli
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +80,55 @@ def test_missing_files(config: Path, tmp_path: Path) -> None:
     assert "no such configuration file" in refused("train", str(tmp_path / "nothing.yaml"))
     gone = "data={path: nothing.jsonl}"
     assert "nothing.jsonl" in refused("check", str(config), gone)
+
+
+# Root may read everything, unless it gives that up.
+AS_ANYBODY = ("setpriv", "--bounding-set=-dac_override,-dac_read_search,-fowner") if os.geteuid() == 0 else ()
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["report", "doctor", "grade --audit", "eval benchmarks=gsm8k", "plan --lengths", "plan --calibrate"],
+)
+def test_anothers_folder_is_told_without_a_traceback(tmp_path: Path, config: Path, command: str) -> None:
+    run = tmp_path / "theirs"
+    run.mkdir()
+    run.chmod(0)
+    name, *options = command.split()
+    if name == "eval":
+        words = [name, str(run), *options]
+    else:
+        words = [name, *([str(config)] if "--lengths" in options else []), *options, str(run)]
+    _denied(words, f"the owner of {run} is {pwd.getpwuid(os.geteuid()).pw_name}")
+
+
+def test_a_profile_where_nothing_can_be_written_says_so(tmp_path: Path, config: Path) -> None:
+    error = refused("profile", str(config), "output_dir=/dev/null", "--algorithms", "igrpo")
+    assert "/dev/null/run-profile: /dev/null is no folder; name another place (output_dir=" in error
+    tmp_path.chmod(0o555)
+    words = ["profile", str(config), f"output_dir={tmp_path}", "--algorithms", "igrpo"]
+    _denied(words, f"the owner of {tmp_path} is {pwd.getpwuid(os.geteuid()).pw_name}")
+
+
+def _denied(words: list[str], said: str) -> None:
+    asked = [*AS_ANYBODY, sys.executable, "-m", "hpcgrpo.cli", *words]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.startswith("hpcgrpo: error: ")
+    assert f"permission denied ({said}); ask for access" in done.stderr
+
+
+def test_errors_of_a_jobs_parts_and_of_no_path_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(error: OSError) -> None:
+        raise error
+
+    denied = PermissionError(13, "Permission denied", "/etc/shadow")
+    monkeypatch.setitem(cli.BODIES, "rank", lambda _: fails(denied))
+    with pytest.raises(PermissionError):
+        cli.main(["rank", "run.yaml"])
+    monkeypatch.setitem(cli.BODIES, "doctor", lambda _: fails(PermissionError(1, "Operation not permitted")))
+    with pytest.raises(PermissionError):
+        cli.main(["doctor", "logs/run"])
 
 
 def test_a_folder_in_use_by_a_live_run_is_left_alone(config: Path, tmp_path: Path) -> None:

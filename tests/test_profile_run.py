@@ -14,7 +14,7 @@ import pytest
 import torch
 from runs import hpcgrpo, make_model
 
-from hpcgrpo import config, profile_run, tiny
+from hpcgrpo import config, profile_run, profile_table, tiny
 from hpcgrpo.generation.forced import ForcedGenerator
 from hpcgrpo.generation.transformers import TransformersGenerator
 from hpcgrpo.generation.wire import body
@@ -99,9 +99,10 @@ def test_other_algorithms_by_name_and_by_file(tmp_path: Path) -> None:
         (("cppo",), {}, "cppo cannot be run .*pruning_rate is missing.* --algorithms grpo,my-run.yaml"),
         (("nothing.yaml",), {}, "nothing.yaml"),
         (
-            ("grpo",),
-            {"algorithm": TWO_STAGES, "train": {"train_batch_size": 12}},
-            "grpo cannot be run .*12, which is no multiple of 8",
+            ("grpo", "igrpo"),
+            {"algorithm": TWO_STAGES, "train": {"per_device_train_batch_size": 6}},
+            "batch of 12 completions .*: of a prompt grpo trains 8, igrpo trains 4.* train.train_batch_size=8, and"
+            " another value or none to train.per_device_train_batch_size",
         ),
     ],
 )
@@ -111,6 +112,91 @@ def test_what_cannot_be_profiled_is_refused(
     run = base(tmp_path, **changes)
     with pytest.raises(ValueError, match=f"(?s){said}"):
         profile_run.runs_of(run, Options(algorithms=names))
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "shares", "common"),
+    [
+        (16, 1, {"grpo": 6, "igrpo": 4}, 12),  # 12 and 24 are multiples of both
+        (20, 1, {"grpo": 6, "igrpo": 4}, 24),
+        (12, 1, {"grpo": 8, "igrpo": 4}, 8),  # as near as 16
+        (4, 1, {"grpo": 6, "igrpo": 4}, 12),
+        (24, 1, {"grpo": 6, "igrpo": 4}, 24),
+        (20, 1, {"grpo": 12, "igrpo": 4}, 24),
+        (100, 4, {"grpo": 6, "igrpo": 2}, 96),  # a fourth of it for each rank, as of 100
+    ],
+)
+def test_one_batch_size_serves_all_algorithms(
+    tmp_path: Path, batch: int, ranks: int, shares: dict[str, int], common: int
+) -> None:
+    own = {"name": "grpo", "num_generations": shares["igrpo"]}
+    run = base(tmp_path, algorithm=own, train={"train_batch_size": batch}, cluster={"nproc_per_node": ranks})
+    assert profile_run.common_batch(run, shares) == common
+
+
+def test_another_batch_size_is_told(tmp_path: Path) -> None:
+    spec = {"name": "igrpo", "drafts": 2, "base": {"name": "grpo", "num_generations": 4}}
+    run = base(tmp_path, algorithm=spec, train={"train_batch_size": 16})
+    runs = profile_run.runs_of(run, Options())
+    assert {label: each.train.train_batch_size for label, each in runs.items()} == {"grpo": 12, "igrpo": 12}
+    (note,) = profile_run.batch_notes(run, runs)
+    assert "train.train_batch_size 12, not the configuration's 16" in note
+    assert "grpo trains 6, igrpo trains 4" in note
+    line = {"epoch": 0.5, "epoch_position": 60.0}  # of 120 questions, 12 / 6 and 12 / 4 a step
+    assert [profile_run.full_length(run, each, line) for each in runs.values()] == [60, 40]
+    kept = base(tmp_path, algorithm=spec, train={"train_batch_size": 24})
+    assert profile_run.batch_notes(kept, profile_run.runs_of(kept, Options())) == []
+
+
+# ---- what lies in the profile's folder
+
+
+REQUESTED = '{"lengths": null}\n'
+
+
+def measure(run: RunConfig, steps: int) -> None:
+    """Files as a measured run of so many steps leaves them."""
+    run.folder.mkdir(parents=True)
+    (run.folder / profile_run.REQUEST).write_text(REQUESTED)
+    (run.folder / "config.yaml").write_text(config.to_yaml(run))
+    lines = (json.dumps({"step": step}) + "\n" for step in range(1, steps + 1))
+    (run.folder / "metrics.jsonl").write_text("".join(lines))
+
+
+def take(tmp_path: Path, runs: dict[str, RunConfig]) -> list[dict[str, Any]]:
+    lock, kept = profile_run._take(tmp_path / "small-profile", runs, REQUESTED)
+    lock.close()
+    return kept
+
+
+def test_a_profile_replaces_what_it_measures_again_and_keeps_the_rest(tmp_path: Path) -> None:
+    run = base(tmp_path)
+    both = profile_run.runs_of(run, Options(algorithms=("grpo", "igrpo")))
+    for each in both.values():
+        measure(each, 7)
+    how = {"steps": 5, "warm_up": 2, "lengths": None}
+    result = tmp_path / "small-profile" / profile_run.RESULT
+    result.write_text(json.dumps(how | {"rows": [{"name": "grpo", "s": 1}, {"name": "igrpo", "s": 2}]}))
+    kept = take(tmp_path, {"grpo": both["grpo"]})
+    assert kept == [{"name": "igrpo", "profile": how, "s": 2}]
+    assert not both["grpo"].folder.exists() and both["igrpo"].folder.exists()
+    assert (
+        take(tmp_path, profile_run.runs_of(run, Options(algorithms=("gspo",)))) == kept
+    )  # after a stop, too
+    assert take(tmp_path, both) == []
+
+
+def test_a_stopped_profile_goes_on_with_the_algorithm_at_hand(tmp_path: Path) -> None:
+    runs = profile_run.runs_of(base(tmp_path), Options(algorithms=("grpo", "igrpo")))
+    take(tmp_path, runs)
+    measure(runs["grpo"], 7)
+    measure(runs["igrpo"], 4)
+    take(tmp_path, runs)
+    assert profile_run.is_measured(runs["grpo"], REQUESTED)
+    assert not runs["igrpo"].folder.exists()
+    longer = profile_run.runs_of(base(tmp_path), Options(algorithms=("grpo",), steps=6))
+    assert not profile_run.is_measured(longer["grpo"], REQUESTED)
+    assert not profile_run.is_measured(runs["grpo"], '{"lengths": [6]}\n')
 
 
 def test_lengths_are_a_number_or_a_runs(tmp_path: Path) -> None:
@@ -191,6 +277,38 @@ def test_differences_are_against_the_first_row() -> None:
     assert found["gpu_hours"] == pytest.approx(0.1297, abs=1e-4)  # the paper's +13 %
 
 
+def rows() -> list[dict[str, Any]]:
+    """A second row that differs from the first by as much as a table must bear."""
+    first = {"peak_memory_gb": 54.9286, "samples_per_second": 0.41, "gpu_hours": 83.3, "step_seconds": 312.0}
+    second = {
+        "peak_memory_gb": 154.9349,
+        "samples_per_second": 155.0,
+        "gpu_hours": 30649.6,
+        "step_seconds": 376.0,
+    }
+    found = profile_run.compared({"grpo": first, "co-distillation": second})
+    return [{"name": name, "steps": 14000, **row} for name, row in found.items()]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_the_table_is_never_cut(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    said = {"name": "small", "steps": 5, "warm_up": 2, "lengths": None, "rows": rows(), "published": {}}
+    profile_table.show(said | {"notes": [], "kept": [{"name": "gspo"}]})
+    shown = capsys.readouterr().out
+    words = " ".join(shown.split())
+    assert "…" not in shown and all(len(line) <= width for line in shown.splitlines())
+    for text in ("54.9286", "+100.0063", "155", "+37704.9%", "3.06e+04", "+36694.2%", "14,000", "376"):
+        assert text in words
+    assert "Kept from earlier profiles, in profiled.json: gspo." in words
+    assert ("diff." in words) == (width == 120)
+    assert ("co-distillation: peak GB 154.9349 (+100.0063), samples/s 155 (+37704.9%)" in words) == (
+        width < 120
+    )
+
+
 @pytest.mark.slow
 def test_two_algorithms_are_measured_and_compared(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
@@ -226,9 +344,12 @@ def test_two_algorithms_are_measured_and_compared(tmp_path: Path) -> None:
     assert (own / "metrics.jsonl").read_text() == "of the run itself\n"
     again = hpcgrpo(*options[:-2], "--algorithms", "grpo")
     assert again.returncode == 0, again.stderr
-    assert f"replacing the earlier profile in {home}" in again.stderr
+    assert f"replacing the earlier grpo in {home}" in again.stderr
     assert "peak GB" in again.stdout and "54.9286" in again.stdout
-    assert not (home / "igrpo").exists()
+    kept = json.loads((home / "profiled.json").read_text())
+    assert [row["name"] for row in kept["rows"]] == ["grpo"] and kept["runs"] == ["grpo", "igrpo"]
+    assert kept["kept"][0]["step_seconds"] == said["rows"][1]["step_seconds"]
+    assert kept["kept"][0]["profile"] == {"steps": 2, "warm_up": 1, "lengths": "6"}
     claimed = hpcgrpo(
         "profile", str(path), "name=small-profile", f"output_dir={tmp_path / 'logs'}", "--steps", "0"
     )

@@ -10,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -479,7 +480,7 @@ PLAIN = ("cluster.gpus_per_node=8", "cluster.nproc_per_node=8", "generation.max_
     ("overrides", "part"),
     [
         (("train.gradient_checkpointing=false", "cluster.slurm_gres=gpu:h100:8"), "activations"),
-        (("cluster.nproc_per_node=1", "cluster.slurm_constraint=ib&h100"), "adam"),
+        (("cluster.nproc_per_node=1", "cluster.slurm_constraint=ib&h100"), "Adam"),
     ],
 )
 def test_a_learner_that_cannot_fit_is_refused_with_ways_out(

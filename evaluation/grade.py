@@ -71,12 +71,13 @@ def run(
     prediction_column: str = "prediction",
     strict: bool = False,
 ) -> int:
-    """Grade the JSONL rows of a file (`-`: standard input) as they are read; 0.
+    """Grade the JSONL rows of a file (`-`: standard input) as they are read -> 0.
 
     Prints a table, or with `as_json` one object a row in the order of the rows; then a summary (on standard error
     with `as_json`). `strict`: a prediction without box and `<answer>` tag is unparsed. What cannot be graded is told on
     standard error with its line and has the outcome `error`; the others are graded. Raises ValueError at the end where
-    a line could not be read or no row had a reference, and at once where all lines lack the same.
+    a line could not be read (no JSON object, a key missing, a value that is no text), and at once where all lines lack
+    the same; a reference that is null, empty or NaN is no such case.
     """
     if time_limit_seconds <= 0:
         raise ValueError(f"--time-limit {time_limit_seconds:g}: must be more than 0 seconds, e.g. 2")
@@ -91,7 +92,7 @@ def run(
         while chunk := list(islice(found, CHUNK_ROWS)):
             if counts and time.monotonic() - told >= PROGRESS_EVERY_SECONDS:  # and there is more to come
                 told = time.monotonic()
-                print(f"{name}: {counts.total()} rows graded", file=sys.stderr, flush=True)
+                print(f"{name}: {_rows_in_words(counts.total())} read", file=sys.stderr, flush=True)
             if not counts:
                 _refuse_all(chunk, name)
             if not counts and not as_json:
@@ -109,10 +110,10 @@ def run(
         raise ValueError(
             f"{name}: no rows; each line holds one, e.g. {_example(gold_column, prediction_column)}"
         )
-    print(_summary(counts), file=sys.stderr if as_json else sys.stdout)
-    if len(unusable) == counts.total() or not all(unusable):
+    print(_summary(counts, len(unusable)), file=sys.stderr if as_json else sys.stdout)
+    if bad := unusable.count(False):
         raise ValueError(
-            f"{name}: {len(unusable)} of {counts.total()} rows could not be graded; mend or remove them"
+            f"{name}: {bad} of {_rows_in_words(counts.total())} could not be read; mend or remove them"
         )
     return 0
 
@@ -272,7 +273,16 @@ def shown(text: str, width: int) -> str:
     return shortened.encode(encoding, "replace").decode(encoding)
 
 
-def _summary(counts: Counter[Outcome]) -> str:
-    total = counts.total()
-    parts = [f"{counts[o]} {o}" for o in OUTCOMES if counts[o]]
-    return f"{total} rows: {counts['right'] / total:.1%} right ({', '.join(parts)})"
+def _summary(counts: Counter[Outcome], not_graded: int) -> str:
+    """The share that is right is of the rows that were graded; the others stand beside it."""
+    graded = counts - Counter({"error": not_graded})
+    total, rows = graded.total(), _rows_in_words(counts.total())
+    if not total:
+        return f"{rows}, none of which could be graded"
+    parts = ", ".join(f"{graded[o]} {o}" for o in OUTCOMES if graded[o])
+    of = f", {not_graded} of which could not be graded; of the other {total}" if not_graded else ""
+    return f"{rows}{of}: {graded['right'] / total:.1%} right ({parts})"
+
+
+def _rows_in_words(count: int) -> str:
+    return f"{count} row" if count == 1 else f"{count} rows"

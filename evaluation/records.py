@@ -54,6 +54,19 @@ def file_of(folder: Path, prepared: Prepared, shard: tuple[int, int]) -> Path:
     return folder / prepared.benchmark.name / (f"samples-{i}-of-{n}.jsonl" if n > 1 else "samples.jsonl")
 
 
+def read_result(path: Path) -> dict[str, Any] | None:
+    """A benchmark's result from its file; None for a file that is missing or none (summary.json)."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    keys = ("model", "settings", "summary", "problems")
+    whole = (
+        isinstance(found, dict) and "benchmark" in found and all(isinstance(found.get(k), dict) for k in keys)
+    )
+    return found if whole else None
+
+
 def keep_settings(folder: Path, prepared: Prepared) -> None:
     """Write the settings beside the records. Raises ConfigError where records of other settings lie there."""
     path = folder / prepared.benchmark.name / SETTINGS

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from evaluation.config import EvaluationConfig
 from evaluation.prepare import Prepared, Say, load_model, prepare, requests
 from evaluation.progress import Progress
 from evaluation.published import Side
-from evaluation.records import Recorder, file_of, keep_settings, missing, records
+from evaluation.records import Recorder, file_of, keep_settings, missing, read_result, records
 from evaluation.scripts import STOPPED
 from evaluation.source import Source
 from evaluation.task import Task
@@ -80,7 +80,7 @@ def evaluate(
                         )
                         sampler.stream(recorder.asked, sampling, recorder.arrived)
         whole = [one for one in prepared if not missing(folder, one, WHOLE, again=False)]
-        return [finish(folder, one, grader) for one in whole]
+        return [finish(folder, one, grader, say=say) for one in whole]
 
 
 @contextmanager
@@ -103,8 +103,8 @@ def _recorder(
         yield recorder
 
 
-def finish(folder: Path, prepared: Prepared, grader: Grader) -> dict[str, Any]:
-    """A benchmark's result from its records, written to `<benchmark>.json`."""
+def finish(folder: Path, prepared: Prepared, grader: Grader, *, say: Say) -> dict[str, Any]:
+    """A benchmark's result from its records, written to `<benchmark>.json`; `say` tells where more problems' goes."""
     found = samples.by_problem(records(folder, prepared).values())
     summary = metrics.summarize(
         found,
@@ -119,7 +119,14 @@ def finish(folder: Path, prepared: Prepared, grader: Grader) -> dict[str, Any]:
         "summary": summary,
         "problems": {name: {"right": [int(s.right) for s in one]} for name, one in found.items()},
     }
-    write_atomically(folder / f"{prepared.benchmark.name}.json", json.dumps(result, indent=1) + "\n")
+    path = folder / f"{prepared.benchmark.name}.json"
+    before = read_result(path)
+    if before is not None and len(before["problems"]) > len(found):
+        say(
+            f"{path}: the result of {len(before['problems'])} problems is replaced by that of {len(found)}; all samples"
+            " are kept, and the same command with the earlier max_problems shows it again"
+        )
+    write_atomically(path, json.dumps(result, indent=1) + "\n")
     return result
 
 
@@ -269,7 +276,13 @@ def _merged(folder: Path, first: Task) -> dict[str, Any]:
         total = len(prepared.problems) * prepared.protocol.num_samples
         raise ConfigError(f"{len(left)} of {total} samples are missing; the same command goes on")
     with _grader(first.config) as grader:
-        return finish(folder, prepared, grader)
+        return finish(folder, prepared, grader, say=say)
+
+
+def _earlier(folder: Path, others: Collection[str]) -> list[dict[str, Any]]:
+    """The results in the folder of benchmarks that are none of `others`, by name."""
+    found = [read_result(path) for path in sorted(folder.glob("*.json"))]
+    return [result for result in found if result is not None and result["benchmark"] not in others]
 
 
 def write_summary(
@@ -278,7 +291,8 @@ def write_summary(
     lacking: Mapping[str, str],
     published: Side | None = None,
 ) -> None:
-    """summary.json and summary.md of a folder."""
+    """summary.json and summary.md of a folder: these results, then the others that lie there already."""
+    results = [*results, *_earlier(folder, {*lacking, *(r["benchmark"] for r in results)})]
     said = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "results": {r["benchmark"]: {"model": r["model"], **r["summary"]} for r in results},
@@ -286,6 +300,7 @@ def write_summary(
     }
     write_atomically(folder / "summary.json", json.dumps(said, indent=1) + "\n")
     text = tables.to_markdown(results, published=published) if results else ""
+    text += tables.models_in_words(results)
     for name, why in lacking.items():
         text += f"\n{name}: not evaluated: {why}\n"
     write_atomically(folder / "summary.md", text)

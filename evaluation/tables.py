@@ -84,6 +84,21 @@ def to_markdown(
     return "\n".join([*lines, "", LEGEND, *(f"\n{note}" for note in below)]) + "\n"
 
 
+def model_in_words(model: Mapping[str, Any]) -> str:
+    """checkpoint-8 of base; a model that is no checkpoint by its name."""
+    step = model.get("step")
+    return str(model.get("name")) if step is None else f"checkpoint-{step} of {model.get('name')}"
+
+
+def models_in_words(results: Sequence[Mapping[str, Any]]) -> str:
+    """Which model each result is of, where they are of several; else nothing."""
+    said = {result["benchmark"]: model_in_words(result["model"]) for result in results}
+    if len(set(said.values())) < 2:
+        return ""
+    listed = "; ".join(f"{benchmark}: {model}" for benchmark, model in said.items())
+    return f"\nOf several models, so the average is of no one model. {listed}.\n"
+
+
 def notes(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Samples that count as wrong though nobody knows that they are, by benchmark."""
     found = []

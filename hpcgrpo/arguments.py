@@ -173,6 +173,11 @@ def _evaluation_commands(command: Any) -> None:
     sub.add_argument("--list-published", action="store_true", help="list the published rows")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     sub = command("grade", "Grade answers of a file, or compare two graders on a run's rollouts.")
+    sub.epilog = (
+        "Exit code: 0 where every line could be read; 2, after the rest is graded, where one is no JSON object, lacks a"
+        " key or has a value that is neither text nor a number. A reference that is null, empty or NaN is told and has"
+        " the outcome error, but leaves the exit code 0."
+    )
     sub.add_argument("path", metavar="FILE", help="JSONL with the keys gold and prediction, or - for stdin")
     sub.add_argument("--audit", action="store_true", help="FILE is a run: where two graders disagree")
     sub.add_argument(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 
 MARKER = "COMPLETE"  # written last; lists every file with its size in bytes
@@ -15,6 +16,16 @@ def is_complete(path: Path) -> bool:
         return all((path / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError):
         return False
+
+
+def open_to_readers(folder: Path) -> None:
+    """Give the weights of a model's folder the mode of its config.json, which the umask chose.
+
+    safetensors writes files that only their owner may read, whatever the umask says.
+    """
+    mode = stat.S_IMODE((folder / "config.json").stat().st_mode)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)
 
 
 def step_of(path: Path) -> int:

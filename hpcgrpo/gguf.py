@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from hpcgrpo.checkpoint_folder import open_to_readers
+
 
 def import_gguf(source: str | Path, out: str | Path) -> None:
     """Convert a GGUF file into a folder `out` of bfloat16 safetensors, tokenizer and chat template.
@@ -71,4 +73,5 @@ def _convert(file: Path, staged: Path) -> None:
             f"{file}: carries no chat template; training needs an instruction-tuned model's file"
         )
     model.save_pretrained(staged)
+    open_to_readers(staged)
     tokenizer.save_pretrained(staged)

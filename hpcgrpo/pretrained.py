@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,6 +122,7 @@ def _from_cache(name: str) -> Path | None:
 
 def _read(name: str, folder: Path) -> Pretrained:
     path = folder / "config.json"
+    _check_readable([path, *sorted(folder.glob("*.safetensors"))])
     try:
         config = dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
@@ -134,6 +136,18 @@ def _read(name: str, folder: Path) -> Pretrained:
     model = Pretrained(name, folder, config, shapes, sum(size for _, size in found.values()))
     _check_shapes(model)
     return model
+
+
+def _check_readable(files: list[Path]) -> None:
+    """Raises ConfigError for a file that is there and closed to this user, which is no damage."""
+    for file in files:
+        try:
+            file.open("rb").close()
+        except PermissionError:
+            raise ConfigError(
+                f"{file}: this user may not read it (mode {stat.S_IMODE(file.stat().st_mode):o}, of user"
+                f" {file.stat().st_uid}); have its owner run chmod a+r on it, or name another model"
+            ) from None
 
 
 def _check_files(folder: Path, files: list[Path]) -> None:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcgrpo.checkpoint_folder import open_to_readers
 from hpcgrpo.tasks import Row, fill, load_rows
 from hpcgrpo.types import stable_seed
 
@@ -339,5 +340,6 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         staged = Path(scratch) / "model"
         model.save_pretrained(staged)
+        open_to_readers(staged)
         tokenizer.save_pretrained(staged)
         staged.replace(folder)

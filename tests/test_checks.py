@@ -10,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -450,6 +451,27 @@ def test_a_judge_is_not_called(tiny: Path, tmp_path: Path) -> None:
 # ---- disk
 
 
+def test_a_file_closed_to_this_user_is_told_as_that_and_not_as_damage() -> None:
+    """As any user but root, who may read everything: the test takes another user's rights where it is root's."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = fake_model(Path(place) / "model")
+        weights = folder / "model.safetensors"
+        weights.chmod(0)
+        Path(place).chmod(0o755)
+        folder.chmod(0o755)
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            with pytest.raises(
+                ConfigError, match=r"model\.safetensors: this user may not read it \(mode 0"
+            ) as error:
+                pretrained.find(str(folder), offline=True)
+        finally:
+            os.seteuid(user)
+    assert "damaged" not in str(error.value)
+
+
 SEVEN = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
 PLAIN = ("cluster.gpus_per_node=8", "cluster.nproc_per_node=8", "generation.max_completion_length=2048")
 
@@ -458,7 +480,7 @@ PLAIN = ("cluster.gpus_per_node=8", "cluster.nproc_per_node=8", "generation.max_
     ("overrides", "part"),
     [
         (("train.gradient_checkpointing=false", "cluster.slurm_gres=gpu:h100:8"), "activations"),
-        (("cluster.nproc_per_node=1", "cluster.slurm_constraint=ib&h100"), "adam"),
+        (("cluster.nproc_per_node=1", "cluster.slurm_constraint=ib&h100"), "Adam"),
     ],
 )
 def test_a_learner_that_cannot_fit_is_refused_with_ways_out(

@@ -158,7 +158,9 @@ def test_only_what_is_there_is_moved(tmp_path: Path) -> None:
     assert list(command.set_aside(tmp_path, found)) == [str(tmp_path / "chain-size-4")]
 
 
-def test_more_problems_join_those_that_are_there(model: Path, tmp_path: Path) -> None:
+def test_more_problems_join_those_that_are_there(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The subsets lie in one another, so nothing is asked twice; other problems under the same ids are refused."""
     rows = [{"problem": f"{i}{i}{i}", "answer": str(i)} for i in range(1, 8)]
     file = tmp_path / "mine.jsonl"
@@ -175,6 +177,30 @@ def test_more_problems_join_those_that_are_there(model: Path, tmp_path: Path) ->
     file.write_text("".join(json.dumps({**row, "problem": "other"}) + "\n" for row in rows))
     with pytest.raises(ConfigError, match="problems_sha256"):
         command.here(str(model), options)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = capsys.readouterr().err
+    fewer = command.Options(overrides=(*mine, "max_problems=2"), output_dir=str(tmp_path / "out"))
+    assert command.here(str(model), fewer) == 0 and "is replaced" not in said
+    assert "mine.json: the result of 5 problems is replaced by that of 2" in capsys.readouterr().err
+
+
+def test_the_summary_is_of_all_results_in_the_folder(model: Path, tmp_path: Path) -> None:
+    """The second evaluation's first, then the earlier one's, and of which model each is where they differ."""
+    for benchmark in ("chain:size=4", "chain:size=3"):
+        line = (f"benchmarks={benchmark}", *CHAIN[1:])
+        assert command.here(str(model), command.Options(overrides=line, output_dir=str(tmp_path))) == 0
+    assert list(json.loads((tmp_path / "summary.json").read_text())["results"]) == [
+        "chain-size-3",
+        "chain-size-4",
+    ]
+    text = (tmp_path / "summary.md").read_text()
+    assert "| chain-size-4 " in text and "| average of 2 " in text and "several models" not in text
+    earlier = json.loads((tmp_path / "chain-size-4.json").read_text())
+    earlier["model"] = {"name": "base", "path": "somewhere", "step": 8}
+    (tmp_path / "chain-size-4.json").write_text(json.dumps(earlier))
+    assert command.here(str(model), command.Options(overrides=line, output_dir=str(tmp_path))) == 0
+    said = "chain-size-3: tiny; chain-size-4: checkpoint-8 of base."
+    assert said in (tmp_path / "summary.md").read_text()
 
 
 # ---- what stands beside

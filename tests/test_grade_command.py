@@ -118,13 +118,6 @@ def test_strict_wants_a_box_or_a_tag(tmp_path: Path, capsys: pytest.CaptureFixtu
         ([{"gold": "7", "prediction": "7"}, {"gold": "7", "answer": "7"}], "line 2: no key 'prediction'"),
         ([[1, 2]], "line 1: holds a list, not an object"),
         (["null"], "line 1: holds null, not an object"),
-        ([{"gold": "", "prediction": "7"}], "line 1: 'gold' is empty"),
-        ([{"gold": " \n", "prediction": "7"}], "line 1: 'gold' is empty"),
-        (['{"gold": NaN, "prediction": "7"}'], "line 1: 'gold' is NaN"),
-        ([{"gold": "nan", "prediction": "7"}], "line 1: 'gold' is NaN"),
-        ([{"gold": None, "prediction": "7"}], "line 1: 'gold' is null"),
-        ([{"gold": "6 + 1 ####", "prediction": "7"}], "line 1: 'gold' holds no answer ('6 + 1 ####')"),
-        ([{"gold": r"\boxed{}", "prediction": "7"}], "line 1: 'gold' holds no answer"),
         ([{"gold": True, "prediction": "7"}], "line 1: 'gold' is true or false"),
         ([{"gold": "7", "prediction": [7]}], "line 1: 'prediction' is a list"),
         ([{"a": "7", "b": "7"}] * 3, "line 1: no key 'gold'; there are: 'a', 'b'"),
@@ -133,6 +126,26 @@ def test_strict_wants_a_box_or_a_tag(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_rows_that_cannot_be_read_are_named(tmp_path: Path, rows: list[Any], words: str) -> None:
     done = hpcgrpo("grade", str(write(tmp_path / "rows.jsonl", rows)), "--json")
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"gold": "", "prediction": "7"}], "line 1: 'gold' is empty"),
+        ([{"gold": " \n", "prediction": "7"}], "line 1: 'gold' is empty"),
+        (['{"gold": NaN, "prediction": "7"}'], "line 1: 'gold' is NaN"),
+        ([{"gold": "nan", "prediction": "7"}], "line 1: 'gold' is NaN"),
+        ([{"gold": None, "prediction": "7"}], "line 1: 'gold' is null"),
+        ([{"gold": "6 + 1 ####", "prediction": "7"}], "line 1: 'gold' holds no answer ('6 + 1 ####')"),
+        ([{"gold": r"\boxed{}", "prediction": "7"}], "line 1: 'gold' holds no answer"),
+    ],
+)
+def test_a_reference_that_is_none_is_told_and_no_fault_of_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: list[Any], words: str
+) -> None:
+    (found,), error = graded(write(tmp_path / "rows.jsonl", rows), capsys)
+    assert found["outcome"] == "error" and words in error
+    assert error.splitlines()[-1] == "1 row, none of which could be graded"
 
 
 def test_rows_that_cannot_be_graded_cost_the_others_nothing(tmp_path: Path) -> None:
@@ -159,8 +172,10 @@ def test_rows_that_cannot_be_graded_cost_the_others_nothing(tmp_path: Path) -> N
         "'gold' is empty",
         "no key 'prediction'",
     ]
-    assert summary == "6 rows: 33.3% right (2 right, 1 unparsed, 3 error)"
-    assert last == f"hpcgrpo: error: {path}: 3 of 6 rows could not be graded; mend or remove them"
+    assert (
+        summary == "6 rows, 3 of which could not be graded; of the other 3: 66.7% right (2 right, 1 unparsed)"
+    )
+    assert last == f"hpcgrpo: error: {path}: 2 of 6 rows could not be read; mend or remove them"
     table = hpcgrpo("grade", str(path))
     assert table.returncode == 2 and table.stdout.splitlines()[2].split() == ["3", "error", "(not", "graded)"]
 
@@ -170,6 +185,9 @@ def test_a_row_without_a_reference_is_an_outcome_among_others(tmp_path: Path) ->
     done = hpcgrpo("grade", str(write(tmp_path / "rows.jsonl", rows)), "--json")
     assert done.returncode == 0 and "line 2: 'gold' is empty; a row needs a reference" in done.stderr
     assert [json.loads(line)["outcome"] for line in done.stdout.splitlines()] == ["right", "error"]
+    assert done.stderr.endswith(
+        "2 rows, 1 of which could not be graded; of the other 1: 100.0% right (1 right)\n"
+    )
 
 
 def test_a_wrong_name_of_a_column_is_told_once(tmp_path: Path) -> None:

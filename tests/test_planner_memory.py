@@ -175,7 +175,7 @@ def test_a_reference_and_a_peer_are_counted() -> None:
     small, large = (shapes.known(name) for name in (two.model_name_or_path, two.peer.model_name_or_path))
     assert small is not None and large is not None
     found = memory.learner(two, small, peer=large)
-    assert found.parts["adam"] == 8 * large.parameters // 4  # the large one's update is the fullest
+    assert found.parts["Adam"] == 8 * large.parameters // 4  # the large one's update is the fullest
     assert found.parts["second policy"] == 12 * small.parameters // 4
 
 
@@ -220,6 +220,27 @@ def test_a_learner_that_is_too_large_is_refused_with_ways_out_that_fit(
     for way in ways(said):
         if "=" in way:
             assert memory.learner(changed(config, way), shape).needed_bytes <= gb * GB, way
+
+
+def test_a_smaller_model_is_a_way_out_of_states_and_not_of_activations() -> None:
+    """Activations follow the tokens of a micro-batch, so that a model with fewer parameters may not fit either."""
+    alone = run(
+        "grpo_7b", cluster={"nproc_per_node": 1}
+    )  # 8 bytes of each of 7.6 G parameters in Adam's moments
+    states = refusals.refusal(alone, SEVEN, 80 * GB)
+    assert states is not None and "the largest part is the Adam, 60.9 GB" in states
+    assert ways(states)[-1].startswith("a model of at most")
+    long = run("grpo_7b", train={"max_tokens_per_device": 65536, "gradient_checkpointing": False})
+    activations = refusals.refusal(long, SEVEN, 80 * GB)
+    assert activations is not None and "the largest part is the activations" in activations
+    assert "a model of" not in activations and len(ways(activations)) >= 3
+
+
+def test_the_hint_for_an_unknown_model_names_only_models_that_can_be_planned() -> None:
+    with pytest.raises(ValueError, match=r"nobody/knows: .* in no table") as error:
+        shapes.at_hand(Pretrained("nobody/knows", None))
+    named = str(error.value).split("name one of ")[1].split(", ")
+    assert len(named) >= 10 and all((shape := shapes.known(n)) and shape.kind == "dense" for n in named)
 
 
 def changed(config: RunConfig, way: str) -> RunConfig:

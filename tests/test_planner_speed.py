@@ -516,6 +516,8 @@ def test_known_devices_have_sources_and_are_found_by_other_names() -> None:
 def test_an_unknown_device_gets_a_hint_and_a_file_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--hardware h20: .*did you mean h200\?"):
         hardware.find("h20")
+    with pytest.raises(ValueError, match=r"nor a file\. A file has the keys"):
+        hardware.find("nope")
     path = tmp_path / "own.yaml"
     text = (ROOT / "configs" / "hardware" / "example.yaml").read_text()
     path.write_text(text)
@@ -719,6 +721,7 @@ def test_a_sweep_of_too_many_or_one_key_twice_is_refused() -> None:
         sweep.parse([f"a={many}", f"b={many}"])
     with pytest.raises(ValueError, match="a is swept already"):
         sweep.parse(["a=1", "a=2"])
+    assert sweep.parse(["a=2,3,2", "b=1"]) == {"a": ["2", "3"], "b": ["1"]}
 
 
 def asked(config: str | None = None, **changes: Any) -> Namespace:

@@ -35,6 +35,9 @@ HOSTILE = (
 )
 
 
+MODEL = {"name": "base", "path": "logs/base/checkpoints/checkpoint-8", "step": 8}  # an evaluation's
+
+
 # ---- a run's folder, made by hand
 
 
@@ -154,7 +157,9 @@ class Run:
             "maj@k": at,
         }
         summary |= {"shares": counts, "completion_tokens": {"mean": 812.5, "median": 800.0}}
-        self.write(f"eval/{name}.json", {"benchmark": name, "title": name, "model": "m", "summary": summary})
+        self.write(
+            f"eval/{name}.json", {"benchmark": name, "title": name, "model": MODEL, "summary": summary}
+        )
 
     def whole(self) -> None:
         """Everything that a run can leave."""
@@ -605,6 +610,7 @@ def test_evaluations_have_their_intervals(run: Run) -> None:
     page = page_of(run)
     values = page.values()
     assert (values["aime24:mean"], values["aime24:low"], values["aime24:high"]) == (0.5625, 0.4, 0.71)
+    assert "Benchmarks of checkpoint-8 of base; intervals" in page.said("evaluations")
     assert "56.25 %" in page.said("evaluations") and "40.00 %" in page.said("evaluations")
     assert values["gsm8k:pass@k"] == pytest.approx(0.9315)
     assert values["rolling:gsm8k@10"] == 0.875
@@ -702,6 +708,22 @@ def test_a_prediction_stands_beside_what_was_measured(run: Run) -> None:
     values = page_of(run).values()
     assert values["predicted:peak_memory_gb"] == pytest.approx(found["memory"]["peak_memory_gb"])
     assert values["ratio:peak_memory_gb"] == pytest.approx(found["memory"]["peak_memory_gb"] / 54.9286)
+
+
+def test_a_prediction_is_of_the_lengths_that_the_run_had(run: Run) -> None:
+    """3 tokens a completion after prompts of 40; where a line is cut off, the assumed ones as without rollouts."""
+    run.steps(20)
+    run.profile()
+    served = "generation: {backend: vllm}\ncluster: {nodes: 2, vllm_nodes: 1, gpus_per_node: 2}\n"
+    run.write("config.yaml", CONFIG.replace("nobody/tiny-0.1B", "Qwen/Qwen2.5-1.5B-Instruct") + served)
+    assumed = facts.collect(run.folder)["predicted"]
+    run.rollouts(20, [row | {"prompt_length": 40} for row in GROUPS])
+    found = facts.collect(run.folder)["predicted"]
+    for stage in found["step"]["stages"]:
+        assert (stage["prompt_tokens"], stage["completion_tokens"]) == (40, 3)
+    assert assumed["step"]["stages"][0]["completion_tokens"] > 3
+    run.write("rollouts/step-000020.jsonl", '{"stage": "sam')
+    assert facts.collect(run.folder)["predicted"]["step"] == assumed["step"]
 
 
 def test_a_calibration_is_used_and_named(run: Run) -> None:

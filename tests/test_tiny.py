@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -30,6 +31,18 @@ def test_characters_go_round_and_the_template_ends_in_an_equals_sign(tmp_path: P
     assert renderer.refine(prompt, "36=0", template=TEMPLATE).text == f"{question}#36=0#{question}="
     with pytest.raises(ValueError, match="refuses messages of system, user: this tiny model"):
         build_renderer(tokenizer, system_prompt="r1").render(load_rows(preset="chain", max_samples=1)[0], 0)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_the_weights_have_the_mode_that_the_umask_asks_for(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        model = tiny.build_tiny_model(layers=1, hidden=64, heads=2)
+        tiny.save(model, tiny.build_character_tokenizer(), tmp_path / "model")
+    finally:
+        os.umask(before)
+    files = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "model").iterdir()}
+    assert "model.safetensors" in files and set(files.values()) == {0o666 & ~umask}
 
 
 def test_the_model_has_heads_that_vllm_serves() -> None:

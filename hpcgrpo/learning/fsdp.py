@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hpcgrpo.algorithms.base import Loss
+from hpcgrpo.checkpoint_folder import open_to_readers
 from hpcgrpo.learning.attention import check_model
 from hpcgrpo.learning.logprobs import token_logprobs
 from hpcgrpo.learning.packing import Packed, pack_row, with_streams
@@ -351,5 +352,6 @@ def _write_model(lm: Any, whole: dict[str, Tensor], folder: Path, dtype: torch.d
     config.dtype = dtype
     config.architectures = [type(lm).__name__]
     config.save_pretrained(folder)
+    open_to_readers(folder)
     if lm.generation_config is not None:
         lm.generation_config.save_pretrained(folder)

@@ -56,7 +56,7 @@ def find(name_or_path: str) -> Hardware:
     if path.is_file():
         return _read(path.read_text(encoding="utf-8"), str(path))
     near = difflib.get_close_matches(name_or_path.lower(), [*known, "cpu"], n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = f"; did you mean {near[0]}?" if near else "."
     raise ConfigError(
         f"--hardware {name_or_path}: neither a known device ({', '.join([*known, 'cpu'])}) nor a file{hint} A file has"
         " the keys of configs/hardware/example.yaml"

@@ -25,7 +25,7 @@ GPU_TOKENS, CPU_TOKENS = (
 )  # of a micro-batch where the configuration names none, as `train.setup` has it
 OUTSIDE_BYTES = 1_500_000_000  # of CUDA's context and NCCL's buffers, beside the allocator's; an assumption
 SLACK = 0.05  # of what comes and goes: the allocator's blocks that fit nothing; an assumption
-STATIC = ("weights", "adam", "gradients", "reference model", "second policy")
+STATIC = ("weights", "Adam", "gradients", "reference model", "second policy")
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def _fsdp(shape: Shape, rows: Rows, machine: Machine) -> dict[str, Moment]:
 
 
 def _states(shape: Shape, ranks: int) -> Moment:
-    return {"weights": 4 * shape.parameters / ranks, "adam": 8 * shape.parameters / ranks}
+    return {"weights": 4 * shape.parameters / ranks, "Adam": 8 * shape.parameters / ranks}
 
 
 def _stored(shape: Shape, item: int) -> int:

@@ -84,13 +84,19 @@ def _too_large(
         f"the learner needs {found.needed_bytes / 1e9:.1f} GB a GPU ({found.peak_gb:.1f} allocated, in the"
         f" {found.phase}), but it has {gpu_memory_bytes / 1e9:.1f}, so it is"
         f" {(found.needed_bytes - gpu_memory_bytes) / 1e9:.1f} GB too large; the largest part is the {part},"
-        f" {found.parts[part] / 1e9:.1f} GB. {_what_fits(config, shape, gpu_memory_bytes, peer, found)}"
+        f" {found.parts[part] / 1e9:.1f} GB. {_what_fits(config, shape, gpu_memory_bytes, peer, found, part)}"
     )
 
 
 def _what_fits(
-    config: RunConfig, shape: Shape, gpu_memory_bytes: int, peer: Shape | None, found: memory.Parts
+    config: RunConfig,
+    shape: Shape,
+    gpu_memory_bytes: int,
+    peer: Shape | None,
+    found: memory.Parts,
+    largest: str,
 ) -> str:
+    """A smaller model is a way out only where `largest` grows with its parameters: activations do not."""
     chosen: dict[str, str] = {}  # the gentlest value of each key
     for text, changed in ways_out(config):
         if memory.learner(changed, shape, peer=peer).needed_bytes <= gpu_memory_bytes:
@@ -98,7 +104,8 @@ def _what_fits(
     ways = [*chosen.values()]
     if enough := [size for size in GPU_SIZES_GB if size * 10**9 >= found.needed_bytes]:
         ways.append(f"GPUs of {enough[0]} GB")
-    ways += _smaller(config, shape, gpu_memory_bytes, peer)
+    if largest in memory.STATIC:
+        ways += _smaller(config, shape, gpu_memory_bytes, peer)
     if len(ways) < WAYS_OUT:
         ways = [*islice(_together(config, shape, gpu_memory_bytes, peer), WAYS_OUT - len(ways)), *ways]
     if not ways:

@@ -174,10 +174,11 @@ def _kind(config: Mapping[str, Any]) -> str:
 
 
 def _unknown(name: str) -> str:
+    planned = [n for n in sorted(_table()["models"]) if (shape := known(n)) and shape.kind == "dense"]
     return (
         f"model {name}: its config.json is not here and its sizes are in no table; give a folder that holds it, load it"
         f" once where there is a network (hf download {name} config.json), or name one of"
-        f" {', '.join(sorted(_table()['models']))}"
+        f" {', '.join(planned)}"
     )
 
 

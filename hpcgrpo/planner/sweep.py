@@ -45,11 +45,14 @@ class Point:
 
 
 def parse(texts: Sequence[str]) -> dict[str, list[str]]:
-    """`key.sub=a,b,c` -> {key.sub: [a, b, c]}. Raises ConfigError for what is written otherwise, or is too much."""
+    """`key.sub=a,b,c` -> {key.sub: [a, b, c]}, each value once.
+
+    Raises ConfigError for what is written otherwise, or is too much.
+    """
     found: dict[str, list[str]] = {}
     for text in texts:
         key, _, listed = text.partition("=")
-        choices = [choice.strip() for choice in listed.split(",") if choice.strip()]
+        choices = list(dict.fromkeys(choice.strip() for choice in listed.split(",") if choice.strip()))
         if not re.fullmatch(r"[A-Za-z_][\w.\-]*", key) or not choices:
             raise ConfigError(f"--sweep {text}: write it as key.sub=a,b,c, such as cluster.nodes=2,3,5")
         if key in found:

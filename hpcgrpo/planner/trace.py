@@ -291,7 +291,7 @@ def _name_states(found: fsdp.FsdpLearner, counted: Bytes) -> None:
     if found.reference is not None:
         counted.hold("reference model", list(found.reference.parameters()))
     counted.hold("weights", list(found.model.parameters()))
-    counted.hold("adam", [x for state in found.optimizer.state.values() for x in state.values()])
+    counted.hold("Adam", [x for state in found.optimizer.state.values() for x in state.values()])
 
 
 def model_config(shape: Shape) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def _result(values: Mapping[str, Any]) -> dict[str, Any] | None:
     return {
         "benchmark": str(values.get("benchmark")),
         "title": str(values.get("title") or values.get("benchmark")),
-        "model": str(values.get("model")),
+        "model": _in_words(values.get("model")),
         "num_problems": summary.get("num_problems"),
         "num_samples": summary.get("num_samples"),
         "avg@k": {key: score.get(key) for key in (*ESTIMATE, "interval")},
@@ -56,6 +56,13 @@ def _result(values: Mapping[str, Any]) -> dict[str, Any] | None:
         "shares": dict(_mapping(summary.get("shares"))),
         "completion_tokens": dict(_mapping(summary.get("completion_tokens"))),
     }
+
+
+def _in_words(model: Any) -> str:
+    """checkpoint-8 of base; a model that is no checkpoint by its name."""
+    known = _mapping(model)
+    name = str(known.get("name") or model)
+    return name if known.get("step") is None else f"checkpoint-{known['step']} of {name}"
 
 
 def _largest(values: Any) -> dict[str, Any] | None:

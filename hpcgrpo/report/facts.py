@@ -73,7 +73,8 @@ def _sum(lines: Sequence[Mapping[str, Any]], name: str) -> float:
 def predicted(config: RunConfig | None, profile: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
     """What `hpcgrpo plan` says of the configuration, or {"why_not"}; None without a planner or a configuration.
 
-    By the efficiencies of a calibration where there is one (`planner.calibrate.stored`), as `efficiencies` says.
+    At the lengths of the run's own rollouts where there are some, and by the efficiencies of a calibration where there
+    is one (`planner.calibrate.stored`), as `efficiencies` says.
     """
     if config is None:
         return None
@@ -88,10 +89,21 @@ def predicted(config: RunConfig | None, profile: Mapping[str, Any], folder: Path
         if measured_on is not None and measured_on != machine.device:
             return {"why_not": f"it ran on {measured_on}, but its configuration asks for no such device"}
         numbers, machine, said = _calibrated(calibrate.stored(folder, machine), machine)
-        found = prediction.report(prediction.predict(config, machine, why=why, numbers=numbers))
+        own = _lengths(folder)
+        found = prediction.report(prediction.predict(config, machine, why=why, numbers=numbers, lengths=own))
         return {**found, "efficiencies": said}
     except (ValueError, OSError) as error:
         return {"why_not": str(error)}
+
+
+def _lengths(folder: Path) -> Any:
+    """Lengths as the run's rollouts have them; None where none tell any, or a line of them is cut off."""
+    from hpcgrpo.planner import lengths
+
+    try:
+        return lengths.read_lengths(folder)
+    except (ValueError, TypeError, OSError):
+        return None
 
 
 def _calibrated(path: Path | None, machine: Any) -> tuple[Any, Any, str]:

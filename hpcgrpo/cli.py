@@ -129,7 +129,7 @@ def rank(arguments: argparse.Namespace) -> int:
 
         rank_main(run, summary, profile_run.preparation(run))
 
-    return one_rank.main(config.load(arguments.path), body)
+    one_rank.main(config.load(arguments.path), body)
 
 
 def tiny_model(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import json
 import os
@@ -12,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO
+from typing import IO, NoReturn
 
 from hpcgrpo.attempt import Attempt
 from hpcgrpo.journal import write_atomically
@@ -20,8 +21,8 @@ from hpcgrpo.launch.ranks import die_with_parent
 from hpcgrpo.sections import RunConfig
 
 
-def main(run: RunConfig, body: Callable[[RunConfig, IO[str]], None]) -> int:
-    """Run `body` as the rank that torchrun's variables name, its progress going to the second argument -> 0.
+def main(run: RunConfig, body: Callable[[RunConfig, IO[str]], None]) -> NoReturn:
+    """Run `body` as the rank that torchrun's variables name, its progress going to the second argument; then `leave`.
 
     What goes wrong is raised.
     """
@@ -37,20 +38,24 @@ def main(run: RunConfig, body: Callable[[RunConfig, IO[str]], None]) -> int:
             body(run, summary)
     except (KeyboardInterrupt, SystemExit) as stop:
         if any(thread.name == "ahead" for thread in threading.enumerate()):
-            leave(stop)
+            leave(130 if isinstance(stop, KeyboardInterrupt) else stop.code)
         raise
     except Exception:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(3)  # rank 0 most likely has the same to say, and its end ends this one
         raise
-    return 0
+    leave(0)
 
 
-def leave(stop: KeyboardInterrupt | SystemExit) -> None:
-    """End the process at once: Python would tear torch down below a thread that is still sampling."""
+def leave(code: object) -> NoReturn:
+    """End the process here, what libraries asked to do at exit done.
+
+    Python would take torch apart below threads of its own and of ours, which now and then ends in
+    `terminate called without an active exception`.
+    """
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    code = stop.code if isinstance(stop, SystemExit) else 130
     os._exit(code if isinstance(code, int) else 1)
 
 

@@ -74,7 +74,8 @@ def run(path: str, overrides: Sequence[str], options: Options) -> int:
         write_atomically(each.folder / REQUEST, request)
         if code := launch(each, options.executor):
             say(
-                f"{label} ended with exit code {code}; nothing is compared, and the same command goes on with it"
+                f"{label} ended with exit code {code}; nothing is compared. What was measured is kept, and the same"
+                f" command starts {label} over"
             )
             return code
     found = {label: measured(base, each, options.warm_up) for label, each in runs.items()}
@@ -284,7 +285,7 @@ def forced_lengths(asked: str | None, base: RunConfig) -> list[int] | None:
 def launch(run: RunConfig, executor: str) -> int:
     """Run it to its end -> its exit code: here under torchrun, or as a job, whose words go to stderr."""
     if executor == "local" and run.cluster.nodes == 1 and run.generation.backend != "vllm":
-        return local.launch(run) if local.preflight(run, fresh=False) else 0
+        return local.launch(run, resumes=False) if local.preflight(run, fresh=False) else 0
     from hpcgrpo.launch import submit
 
     with redirect_stdout(sys.stderr):

@@ -149,10 +149,11 @@ def _flat(run: RunConfig) -> dict[str, Any]:
     return dict(walk("", run.model_dump(mode="json")))
 
 
-def launch(run: RunConfig) -> int:
+def launch(run: RunConfig, *, resumes: bool = True) -> int:
     """Run all ranks on this machine to their end -> exit code: the first failing rank's 2, or 1.
 
-    A SIGTERM makes them save and end, a second one ends them at once: 143.
+    A SIGTERM makes them save and end, a second one ends them at once: 143. `resumes`: what it tells of the same command
+    is true, as the run saves.
     """
     before = signal.getsignal(signal.SIGTERM)
     attempt = stop_on_sigterm(run.folder / "torchrun")
@@ -169,13 +170,13 @@ def launch(run: RunConfig) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
     if code == 0 and attempt.stop_request() is not None and not newest_checkpoint(run.folder, run.train)[1]:
-        print("hpcgrpo: ended by SIGTERM; the same command goes on from here", file=sys.stderr)
+        goes_on = "; the same command goes on from here" if resumes else ""
+        print(f"hpcgrpo: ended by SIGTERM{goes_on}", file=sys.stderr)
         return 128 + signal.SIGTERM
     if code not in (0, USER_ERROR):
-        print(
-            "hpcgrpo: once its cause is gone, the same command goes on from the last checkpoint",
-            file=sys.stderr,
-        )
+        if resumes:
+            goes_on = "the same command goes on from the last checkpoint"
+            print(f"hpcgrpo: once its cause is gone, {goes_on}", file=sys.stderr)
         return code if code in (128 + signal.SIGTERM, 128 + signal.SIGINT) else 1
     return code
 

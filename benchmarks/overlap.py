@@ -63,10 +63,10 @@ class Case:
     name: str
     mean: float
     longest: int
-    prompts: int  # so many that GRPO's sampling and learning take about equally long
+    prompts: int
 
 
-CASES = (Case("equal", 32, 32, prompts=16), Case("spread", 24, 96, prompts=24))
+CASES = (Case("equal", 32, 32, prompts=16), Case("spread", 24, 96, prompts=32))
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ def parse_arguments() -> argparse.Namespace:
     names = [case.name for case in CASES]
     parser.add_argument("--case", action="append", choices=names, help="default: both")
     parser.add_argument("--blocks", type=int, help=f"turns of every way (default {SIZES['blocks']})")
-    parser.add_argument("--steps", type=int, help="measured steps a turn, after one that is not (default 2)")
-    parser.add_argument("--prompts", type=int, help="of a step, 8 completions each (default 16, spread 24)")
+    parser.add_argument("--steps", type=int, help="measured steps a turn (default 2)")
+    parser.add_argument("--prompts", type=int, help="of a step, 8 completions each (default 16, spread 32)")
     for name in ("hidden", "layers", "prompt_tokens"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"default {SIZES[name]}")
     parser.add_argument("--quick", action="store_true", help="small and few: whether it runs")
@@ -255,12 +255,13 @@ def in_turns(
 
 
 def block(run: Run, steps: Iterator[StepRecord], way: Way, count: int) -> list[Seconds]:
-    """So many steps of one way, after one that has nothing sampled ahead."""
+    """So many steps of one way; one that samples ahead begins with a step that has nothing yet and is not counted."""
     trainer = run.trainer
     trainer.algorithm = trainer.explorer.algorithm = way.algorithm
     trainer.setup = trainer.explorer.setup = replace(trainer.setup, ahead=way.ahead)
     trainer.ready = Ready()
-    next(steps)
+    if way.ahead:
+        next(steps)
     made = []
     for _ in range(count):
         began = children_cpu_seconds()

@@ -66,8 +66,8 @@ class Case:
 
 
 CASES = {
-    # as many tokens a pass as TRL's 8 x 640, or a group would be cut and its prompt computed twice
-    "equal": Case("equal", 128, {"shared": 1.15}, mean_completion_length=512.0, token_budget=5120),
+    # a group with its prompt, or it would be cut and the prompt computed twice
+    "equal": Case("equal", 128, {"shared": 1.15}, mean_completion_length=512.0, token_budget=128 + 8 * 512),
     "spread-128": Case("spread-128", 128, {"packed": 2.5, "shared": 5.0}),
     "spread-512": Case("spread-512", 512, {"shared": 5.0}),
     "spread-2048": Case("spread-2048", 2048, {"shared": 8.0}, prompts=2),

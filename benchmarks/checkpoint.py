@@ -140,25 +140,29 @@ def torch_save(run: Run, path: Path) -> float:
         whole = tree_map(
             lambda x: x.full_tensor() if isinstance(x, DTensor) else x, run.trainer.learner.state()
         )
-        with path.open("wb") as file:
+        with path.with_suffix(".new").open("wb") as file:
             torch.save(whole, file)
             file.flush()
             os.fsync(file.fileno())
+        path.with_suffix(".new").replace(path)
 
     return seconds_of(act)
 
 
 def written(path: Path, size: int) -> float:
-    """Seconds of writing so many bytes to a new file and having them on the disk."""
+    """Seconds of writing so many bytes to a new file, having them on the disk, and removing the one before.
+
+    In this order, as checkpoints do it: a file in the place of a removed one takes the pages that it left.
+    """
     block = memoryview(os.urandom(2**24))
 
     def act() -> None:
-        with path.open("wb", buffering=0) as file:
+        with path.with_suffix(".new").open("wb", buffering=0) as file:
             for start in range(0, size, len(block)):
                 file.write(block[: size - start])
             os.fsync(file.fileno())
+        path.with_suffix(".new").replace(path)
 
-    path.unlink(missing_ok=True)
     return seconds_of(act)
 
 

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+import _rows
+
 from hpcgrpo.balance import Cost, share_out
 from hpcgrpo.planner import shapes
 from hpcgrpo.pretrained import Pretrained
@@ -46,7 +48,7 @@ def main() -> None:
     estimated = [estimate(options, *case) for case in product(options.ranks, options.groups, options.prompts)]
     measured = list(measure(options)) if options.measure else []
     result = {"settings": vars(options), "estimated": estimated, "measured": measured}
-    result["rows"] = [row(case) for case in measured]
+    result["rows"] = [as_row(case) for case in measured]
     print(json.dumps(result, indent=1) if options.json else as_text(result))
 
 
@@ -289,12 +291,16 @@ def compared(
 # ---- what it says
 
 
-def row(case: Mapping[str, Any]) -> dict[str, Any]:
+def as_row(case: Mapping[str, Any]) -> dict[str, Any]:
     """The slowest rank's time of the naive split over ours; at best it is the naive one's own spread."""
     ratio = max(case["naive"]["cpu_seconds"]) / max(case["ours"]["cpu_seconds"])
     bound = max(case["naive"]["cpu_seconds"]) / statistics.fmean(case["naive"]["cpu_seconds"])
-    name = f"balance: {case['ranks']} ranks, G {case['group']}, prompt {case['prompt']}"
-    return {"name": name, "ratio": ratio, "bound": bound, "fraction": ratio / bound}
+    name = (
+        f"balance, {case['ranks']} ranks, G {case['group']}, prompt {case['prompt']}: as many groups a rank"
+    )
+    return _rows.row(
+        name, ratio, of="CPU-seconds of the slowest rank", bound=bound, bound_is="its mean over the ranks"
+    )
 
 
 def as_text(result: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from _rows import row
 from _side import resident_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -216,15 +217,23 @@ def rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     bound = worst(turns["whole"], "peak_bytes") / held
     least, ours = found["and a transformers model"], found["a learner rank"]
     cpu = worst(turns["whole"], "cpu_seconds") / worst(turns["shards"], "cpu_seconds")
+    whole = "whole on one rank"
     return [
-        {
-            "name": "loading, peak memory of a rank",
-            "ratio": memory,
-            "bound": bound,
-            "fraction": memory / bound,
-        },
-        {"name": "loading, CPU-seconds of a rank", "ratio": cpu, "bound": None, "fraction": None},
-        {"name": "imports of a learner rank", "ratio": least / ours, "bound": 1.0, "fraction": least / ours},
+        row(
+            f"loading, fullest rank: {whole}",
+            memory,
+            of="peak bytes",
+            bound=bound,
+            bound_is="a rank's float32 shards",
+        ),
+        row(f"loading, busiest rank: {whole}", cpu, of="CPU-seconds"),
+        row(
+            "imports of a learner rank: a transformers model's",
+            least / ours,
+            of="CPU-seconds",
+            bound=1.0,
+            bound_is="they are among them",
+        ),
     ]
 
 

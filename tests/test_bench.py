@@ -262,7 +262,7 @@ def test_packing_and_a_shared_prompt_pay() -> None:
     """The quick form, against the best padded code; the script itself holds losses and gradient norms together."""
     sides = ("--sides", "packed", "shared", "padded", "--prompts", "2", "--threads", "1", "--blocks", "3")
     rows = rows_of("learner_step.py", "--quick", *sides)
-    for side, bound in (("packed alone", 2.28), ("shared prompts", 3.75)):
+    for side, bound in (("packed alone", 2.25), ("shared prompts", 3.75)):
         row = rows[f"learner step, spread-128: {side} / best padded code"]
         assert row["bound"] == pytest.approx(bound, abs=0.01)
         assert row["ratio"] >= 0.75 * row["bound"]

@@ -260,7 +260,7 @@ def rows_of(script: str, *arguments: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.slow
 def test_packing_and_a_shared_prompt_pay() -> None:
     """The quick form, against the best padded code; the script itself holds losses and gradient norms together."""
-    sides = ("--sides", "packed", "shared", "padded", "--prompts", "2", "--threads", "1", "--blocks", "3")
+    sides = ("--sides", "packed", "shared", "padded", "--prompts", "2", "--threads", "1", "--blocks", "2")
     rows = rows_of("learner_step.py", "--quick", *sides)
     for side, bound in (("packed alone", 2.25), ("shared prompts", 3.75)):
         row = rows[f"learner step, spread-128: {side} / best padded code"]
@@ -269,7 +269,8 @@ def test_packing_and_a_shared_prompt_pay() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_sequences_that_end_leave_the_batch() -> None:
     """Sampling in process beside transformers' own, which computes every sequence to the longest one's end."""
-    row = rows_of("generation.py", "--rounds", "3")["sampling in process, mean a quarter: model.generate"]
+    row = rows_of("generation.py", "--rounds", "2")["sampling in process, mean a quarter: model.generate"]
     assert row["ratio"] >= 1.5  # 2.7 measured

@@ -145,11 +145,23 @@ def save(folder: Path, ready: Ready, setup: Setup) -> None:
 
 
 def load(folder: Path, explorer: Explorer) -> Ready:
-    """What a checkpoint has of the next step. Nothing, where the run now samples ahead otherwise or not at all."""
+    """What a checkpoint has of the next step. Nothing, where the run now samples ahead otherwise or not at all.
+
+    Raises ValueError for a file that is damaged.
+    """
+    path = folder / FILE
     try:
-        kept = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        return _unpacked(json.loads(path.read_text(encoding="utf-8")), explorer)
     except FileNotFoundError:
         return Ready()
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(
+            f"{path} is damaged ({type(error).__name__}: {error}); put it back, or remove the folder {folder} to go on"
+            " from the checkpoint before it"
+        ) from None
+
+
+def _unpacked(kept: Mapping[str, Any], explorer: Explorer) -> Ready:
     setup = explorer.setup
     if (kept["stage"], kept["prompts_per_step"]) != (setup.ahead, setup.prompts_per_step):
         return Ready()

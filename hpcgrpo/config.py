@@ -182,7 +182,10 @@ def _check_gpus(cluster: ClusterConfig, generation: GenerationConfig) -> None:
 
 def _check_ahead(generation: GenerationConfig, algorithm: Algorithm, updates: int) -> None:
     """Whether what is sampled ahead can be, and its weights are corrected for."""
-    behind, most = generation.async_steps * updates, generation.max_staleness
+    trained_drafts = generation.drafts_ahead and algorithm.options.get("train_drafts")
+    option = "drafts_ahead: true with the algorithm's train_drafts" if trained_drafts else "async_steps: 1"
+    trained, most = generation.async_steps or trained_drafts, generation.max_staleness
+    behind = updates if trained else 0
     if generation.async_steps and generation.drafts_ahead:
         raise ValueError("generation: async_steps samples the drafts ahead as well; leave drafts_ahead out")
     if generation.drafts_ahead and not algorithm.num_drafts:
@@ -192,15 +195,14 @@ def _check_ahead(generation: GenerationConfig, algorithm: Algorithm, updates: in
         )
     if most is not None and most < behind:
         raise ValueError(
-            f"generation.max_staleness: {most}, but with async_steps 1 the sampling weights are {behind} optimizer"
+            f"generation.max_staleness: {most}, but with {option} the sampling weights are {behind} optimizer"
             f" steps old; set max_staleness: {behind} or leave it out"
         )
-    trained = generation.async_steps or (generation.drafts_ahead and algorithm.options.get("train_drafts"))
     corrections = [x.get("importance_sampling_correction", "none") for x in layers(algorithm.options)]
     if trained and set(corrections) == {"none"}:
         raise ValueError(
-            "generation.async_steps: 1 trains on completions of older weights, which importance weights must correct;"
-            " set the algorithm's importance_sampling_correction (token_truncate is its default), or async_steps: 0"
+            f"generation.{option} trains on completions of older weights, which importance weights must correct; set"
+            " the algorithm's importance_sampling_correction (token_truncate is its default), or leave the option out"
         )
 
 

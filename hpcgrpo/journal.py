@@ -26,14 +26,14 @@ class FolderInUse(ValueError):
         self.owner = owner
 
 
-def claim(folder: Path) -> IO[str]:
-    """Make the run's folder, private to the user, and lock it until the process ends.
+def claim(folder: Path, name: str = ".lock") -> IO[str]:
+    """Make the run's folder, private to the user, and lock it until the process ends; `name` is the lock's file.
 
     Raises FolderInUse, naming the process that holds it. The lock goes with the process, however it ends.
     """
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
-    lock = (folder / ".lock").open("a+", encoding="utf-8")
+    lock = (folder / name).open("a+", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcgrpo import pretrained
+from hpcgrpo import pretrained, served
 from hpcgrpo.arithmetic import arithmetic
 from hpcgrpo.config import ConfigError
 from hpcgrpo.pretrained import Pretrained
@@ -96,6 +96,7 @@ def _check(run: RunConfig, model: Pretrained, key: str, split: int | None) -> No
             f" {key and 'peer '}{model.name} takes {model.longest}; lower generation.max_completion_length or"
             f" max_prompt_length{also}"
         )
+    _check_layers(run, model, key, samples=split is not None)
     if run.generation.backend != "vllm" or split is None:
         return
     if model.heads and not _splits(model, split):
@@ -111,6 +112,25 @@ def _check(run: RunConfig, model: Pretrained, key: str, split: int | None) -> No
             f"{key}model_name_or_path {model.name}: heads of {model.head_dim} dimensions, which vLLM does not"
             f" serve on a CPU (it serves {', '.join(map(str, CPU_HEAD_DIMS))}); use GPUs (cluster.gpus_per_node),"
             " another model, or generation.backend=transformers"
+        )
+
+
+def _check_layers(run: RunConfig, model: Pretrained, key: str, *, samples: bool) -> None:
+    """Whether learner and in-process generator know the model's layers, as far as its config.json says."""
+    if not model.config:
+        return
+    config, name = served.of_json(model.config), f"{key}model_name_or_path {model.name}"
+    uncached = served.other_layers(config) if samples and run.generation.backend == "transformers" else []
+    ways = ["generation.backend: vllm"] if uncached else []
+    if run.train.attn_implementation == "packed" and (reasons := served.unserved(config)):
+        ways.insert(0, "train.attn_implementation: sdpa")
+        raise ConfigError(
+            f"{name}: packed rows cannot serve {', '.join(reasons)}; set {' and '.join(ways)}, or take a model with"
+            " full causal attention (Qwen2, Qwen3, Llama)"
+        )
+    if uncached:
+        raise ConfigError(
+            f"{name}: the in-process generator has no cache for layers of the type {', '.join(uncached)}; set {ways[0]}"
         )
 
 

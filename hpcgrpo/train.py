@@ -20,6 +20,7 @@ from hpcgrpo import ahead, rewards
 from hpcgrpo.arithmetic import Arithmetic, arithmetic
 from hpcgrpo.attempt import Attempt
 from hpcgrpo.balance import Cost
+from hpcgrpo.checkpoint_folder import MARKER, damaged
 from hpcgrpo.config import ConfigError
 from hpcgrpo.exploring import Explorer, Setup
 from hpcgrpo.generators import build_generator, parity_check
@@ -102,14 +103,21 @@ def rank_main(
 
 
 def take_folder(config: RunConfig, attempt: Attempt | None) -> IO[str]:
-    """Lock the run's folder; in a job, wait for a rank of an earlier start that has yet to see that it is over."""
-    deadline = time.monotonic() + (TAKEOVER_SECONDS if attempt is not None else 0)
+    """Lock the run's folder; under a launcher, wait for a rank of an earlier start that has yet to end."""
+    deadline, told = time.monotonic() + (TAKEOVER_SECONDS if attempt is not None else 0), False
     while True:
         try:
             return claim(config.folder)
-        except FolderInUse:
+        except FolderInUse as error:
             if time.monotonic() >= deadline:
                 raise
+            if not told:
+                print(
+                    f"waiting for a rank of an earlier start to end ({error.owner})",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            told = True
             time.sleep(1)
 
 
@@ -361,8 +369,17 @@ def setup(config: RunConfig, counts: Arithmetic, device: torch.device, cost: Cos
 
 
 def resume(trainer: Trainer, checkpoints: checkpoint.Checkpoints) -> Path | None:
-    """Bring policies and progress to the newest complete checkpoint, if there is one."""
-    path = trainer.ranks.gather(checkpoints.latest())[0]
+    """Bring policies and progress to the newest complete checkpoint, if there is one.
+
+    Raises ConfigError where there are checkpoints and none of them is whole.
+    """
+    path, broken = trainer.ranks.gather((checkpoints.latest(), damaged(checkpoints.folder)))[0]
+    if path is None and broken:
+        names = ", ".join(p.name for p in broken)
+        raise ConfigError(
+            f"{checkpoints.folder}: none of its checkpoints is whole ({names}): files that {MARKER} lists are missing"
+            " or have another size; put them back, or begin anew with --fresh"
+        )
     if path is None:
         return None
     state, extra = checkpoint.load(path, training_state(trainer))

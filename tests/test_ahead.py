@@ -138,6 +138,15 @@ def test_a_checkpoint_keeps_the_step_or_its_drafts_and_gives_back_what_the_run_s
         assert (found.explored, found.drafts) == (ready.explored, ready.drafts)
         for now in (setup(other), setup(None), setup(kind, prompts=4)):
             assert load(tmp_path, Asked(order, now)) == Ready()  # type: ignore[arg-type]
+    for spoilt in (
+        "[",
+        '{"stage": "drafts"}',
+        "[]",
+        (tmp_path / FILE).read_text().replace("token_ids", "token_idz"),
+    ):
+        (tmp_path / FILE).write_text(spoilt)
+        with pytest.raises(ValueError, match=rf"{FILE} is damaged .* remove the folder {tmp_path} to go on"):
+            load(tmp_path, Asked(order, setup("drafts")))  # type: ignore[arg-type]
     (tmp_path / FILE).unlink()
     save(tmp_path, Ready(), setup("step"))
     assert not (tmp_path / FILE).exists()
@@ -168,6 +177,7 @@ def test_off_by_default_and_one_of_the_two() -> None:
     assert config({}).generation.ahead is None
     assert config({"async_steps": 1}).generation.ahead == "step"
     assert config({"drafts_ahead": True}, IGRPO).generation.ahead == "drafts"
+    assert config({"drafts_ahead": True, "max_staleness": 0}, IGRPO)  # drafts are not trained on
 
 
 @pytest.mark.parametrize(
@@ -180,14 +190,19 @@ def test_off_by_default_and_one_of_the_two() -> None:
         (
             {"async_steps": 1},
             {"name": "grpo", "num_generations": 4, "importance_sampling_correction": "none"},
-            "importance_sampling_correction",
+            "async_steps: 1 trains .* importance_sampling_correction",
         ),
         (
             {"drafts_ahead": True},
             IGRPO
             | {"train_drafts": True, "drafts": 4}
             | {"base": {"name": "grpo", "num_generations": 4, "importance_sampling_correction": "none"}},
-            "importance_sampling_correction",
+            "drafts_ahead: true with the algorithm's train_drafts trains .* importance_sampling_correction",
+        ),
+        (
+            {"drafts_ahead": True, "max_staleness": 5},
+            IGRPO | {"train_drafts": True, "drafts": 4},
+            "train_drafts the sampling weights are 6 optimizer steps old",
         ),
     ],
 )

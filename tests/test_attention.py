@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from itertools import pairwise
 from typing import Any
@@ -29,6 +30,7 @@ from transformers.modeling_flash_attention_utils import (
     prepare_fa_kwargs_from_position_ids,
 )
 
+from hpcgrpo import served
 from hpcgrpo.learning import attention
 from hpcgrpo.learning.attention import ATTENTION, Layout, check_model, packed_attention, position_ids
 
@@ -248,6 +250,8 @@ def test_a_row_without_its_layout_or_of_another_size_is_refused() -> None:
 def test_models_that_packing_would_change_are_refused(config: Any, words: str) -> None:
     with pytest.raises(ValueError, match=f"{config.model_type}: packed rows cannot serve .*{words}"):
         check_model(config)
+    known = json.loads(config.to_json_string(use_diff=False))
+    assert words in ", ".join(served.unserved(served.of_json(known)))  # its file alone tells it
 
 
 def test_models_that_packing_serves_pass() -> None:
@@ -263,6 +267,22 @@ def test_models_that_packing_serves_pass() -> None:
     )
     for config in [*(config for _, config in MODELS.values()), MistralConfig(sliding_window=None), scaled]:
         check_model(config)
+        assert served.unserved(served.of_json(json.loads(config.to_json_string(use_diff=False)))) == []
+
+
+def test_files_as_they_lie_on_the_hub_are_read_alike() -> None:
+    """A window that is switched off, an old name of the rotary type, the text part of a model that sees."""
+    qwen2 = {"model_type": "qwen2", "sliding_window": 131072, "use_sliding_window": False}
+    assert served.unserved(served.of_json(qwen2)) == []
+    assert served.unserved(served.of_json(qwen2 | {"use_sliding_window": True})) == [
+        "layers of the type sliding_attention"
+    ]
+    assert served.unserved(
+        served.of_json({"model_type": "mistral", "text_config": {"sliding_window": 4096}})
+    ) == ["layers of the type sliding_attention"]
+    for name in ("type", "rope_type"):
+        rope = {"model_type": "llama", "rope_scaling": {name: "dynamic", "factor": 2.0}}
+        assert served.unserved(served.of_json(rope)) == ["dynamic rotary positions"]
 
 
 def test_cuda_kernels_have_the_right_shapes() -> None:

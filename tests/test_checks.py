@@ -296,6 +296,24 @@ def test_heads_that_a_cpu_does_not_serve(tmp_path: Path) -> None:
     checks.inputs(load(odd, tmp_path))  # a GPU serves them
 
 
+def test_layers_that_neither_packing_nor_the_in_process_generator_serves(tmp_path: Path) -> None:
+    model = fake_model(tmp_path / "a", layer_types=["full_attention", "sliding_attention"], sliding_window=8)
+    sdpa, process = "train.attn_implementation=sdpa", "generation.backend=transformers"
+    alone = (process, "cluster.nodes=1", "cluster.vllm_nodes=0")
+    said = (
+        "packed rows cannot serve layers of the type sliding_attention; set train.attn_implementation: sdpa"
+    )
+    with pytest.raises(ConfigError, match=f"{said}, or take"):
+        checks.inputs(load(model, tmp_path))
+    with pytest.raises(ConfigError, match=f"{said} and generation.backend: vllm"):
+        checks.inputs(load(model, tmp_path, *alone))
+    with pytest.raises(
+        ConfigError, match=r"in-process generator has no cache .* set generation.backend: vllm"
+    ):
+        checks.inputs(load(model, tmp_path, sdpa, *alone))
+    checks.inputs(load(model, tmp_path, sdpa))
+
+
 def test_the_second_prompt_counts_for_the_models_length(tmp_path: Path) -> None:
     """Question 32, draft 8, template 64: a refinement prompt of 104 tokens, and a completion of 8 after it: 112."""
     checks.inputs(load(fake_model(tmp_path / "a", max_position_embeddings=112), tmp_path))

@@ -131,15 +131,17 @@ def test_errors_of_a_jobs_parts_and_of_no_path_keep_their_traceback(monkeypatch:
         cli.main(["doctor", "logs/run"])
 
 
-def test_a_folder_in_use_by_a_live_run_is_left_alone(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [".lock", ".launcher"])  # its ranks are up, or about to be
+def test_a_folder_in_use_by_a_live_run_is_left_alone(config: Path, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    with (folder / ".lock").open("w") as lock:
+    with (folder / name).open("w") as lock:
         lock.write("pid 1 on here")
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
-        error = refused("train", str(config), f"output_dir={tmp_path}")
-    assert "live run (pid 1 on here)" in error
+        for options in ((), ("--fresh",)):
+            error = refused("train", str(config), f"output_dir={tmp_path}", *options)
+            assert "live run (pid 1 on here)" in error
     assert not (folder / "config.yaml").exists()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import metrics, rollouts, tensors, write_config
+from runs import hpcgrpo, metrics, rollouts, tensors, write_config
 
 PROGRAM = Path(__file__).parent / "programs" / "killed_runs.py"
 pytestmark = pytest.mark.slow
@@ -68,3 +68,22 @@ def test_the_whole_run_wrote_each_step_once_and_moved_the_weights(folder: Path, 
     first, last = (tensors(run / f"checkpoints/checkpoint-{s}/state", tmp_path) for s in (2, 6))
     moved = [k for k in first if k.startswith("/model/") and not torch.equal(first[k], last[k])]
     assert len(moved) > 10
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(folder: Path) -> None:
+    """Two ranks; what is left of the run stays as it is."""
+    command = [
+        "train",
+        str(folder / "run.yaml"),
+        "name=lost",
+        f"output_dir={folder}/logs",
+        "cluster.nproc_per_node=2",
+    ]
+    assert hpcgrpo(*command, "train.max_steps=2").returncode == 0
+    run = folder / "logs" / "lost"
+    (run / "checkpoints" / "checkpoint-2" / "config.json").unlink()
+    before = (run / "metrics.jsonl").read_text()
+    done = hpcgrpo(*command, "train.max_steps=4")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "none of its checkpoints is whole (checkpoint-2)" in done.stderr and "--fresh" in done.stderr
+    assert (run / "metrics.jsonl").read_text() == before

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from hpcgrpo.generation.cache import ATTENTION, Slab
 from hpcgrpo.generation.decode import PLAIN_DECODERS, PlainDecoder
 from hpcgrpo.generation.decoded import Decoded
+from hpcgrpo.served import other_layers
 from hpcgrpo.types import Arrived, Completion, Request, Sampling
 
 COMPACT_AT = 1 / 8  # share of ended rows at which they are taken out; moving them costs less than one step
@@ -44,11 +45,10 @@ class TransformersGenerator:
 
         Raises ValueError for models with layers other than full attention.
         """
-        kinds = _layer_types(model.config) - {"full_attention"}
-        if kinds:
+        if kinds := other_layers(model.config):
             raise ValueError(
                 f"model type {model.config.model_type}: the in-process generator has no cache for layers of "
-                f"the type {', '.join(sorted(kinds))}. Use backend vllm or a model with full attention."
+                f"the type {', '.join(kinds)}. Use backend vllm or a model with full attention."
             )
         model.set_attn_implementation(ATTENTION)
         self.model, self.decode, self.max_batch_tokens = model, decode, max_batch_tokens
@@ -297,13 +297,6 @@ def _uniforms(requests: Sequence[Request], count: int) -> Tensor:
     generator = torch.Generator()
     seeded = (generator.manual_seed(r.seed) for r in requests)
     return torch.stack([torch.rand(count, generator=g, dtype=torch.float64) for g in seeded])
-
-
-def _layer_types(config: Any) -> set[str]:
-    """Qwen2 and its kind name them layer by layer; Mistral's kind has one window for the whole model."""
-    named = getattr(config, "layer_types", None)
-    windowed = named is None and getattr(config, "sliding_window", None) is not None
-    return set(named or ()) | ({"sliding_attention"} if windowed else set())
 
 
 def _copy_into(named: dict[str, nn.Parameter], name: str, tensor: Tensor, seen: set[int]) -> None:

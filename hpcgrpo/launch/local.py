@@ -22,6 +22,9 @@ from hpcgrpo.launch.ranks import CONFIG_FILE, USER_ERROR
 from hpcgrpo.sections import RunConfig, TrainConfig
 
 # What may differ between a run and its resumption: nothing here changes what is computed, but for the length.
+LAUNCHER = (
+    ".launcher"  # locked by who starts the ranks here, which lock the folder themselves when they are up
+)
 MAY_CHANGE = {
     "cluster",
     "device",
@@ -79,6 +82,7 @@ def prepare(run: RunConfig, *, fresh: bool) -> bool:
 
 def _prepare(run: RunConfig, fresh: bool) -> bool:
     folder, existed = run.folder, run.folder.exists()
+    claim(folder, LAUNCHER).close()  # refused where a launcher is at work
     lock = claim(folder)
     try:
         if existed and fresh:
@@ -153,8 +157,13 @@ def launch(run: RunConfig, *, resumes: bool = True) -> int:
     """Run all ranks on this machine to their end -> exit code: the first failing rank's 2, or 1.
 
     A SIGTERM makes them save and end, a second one ends them at once: 143. `resumes`: what it tells of the same command
-    is true, as the run saves.
+    is true, as the run saves. Raises FolderInUse where another launcher is at work in the run's folder.
     """
+    with claim(run.folder, LAUNCHER):
+        return _launch(run, resumes)
+
+
+def _launch(run: RunConfig, resumes: bool) -> int:
     before = signal.getsignal(signal.SIGTERM)
     attempt = stop_on_sigterm(run.folder / "torchrun")
     settings = {

@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.utils import is_flash_attn_2_available
 
+from hpcgrpo.served import unserved
+
 ATTENTION = "packed"
 FLASH = "flash_attention_2"
 
@@ -105,10 +107,7 @@ def check_model(config: Any) -> None:
     config: a transformers PreTrainedConfig. Raises ValueError naming the features and the way out.
     """
     config = config.get_text_config()
-    reasons = [reason for reason, holds in _UNSERVED.items() if holds(config)]
-    others = sorted(_layer_types(config) - {"full_attention"})
-    reasons += [f"layers of the type {kind}" for kind in others]
-    if reasons:
+    if reasons := unserved(config):
         raise ValueError(
             f"model type {config.model_type}: packed rows cannot serve {', '.join(reasons)}. "
             "They need full causal attention at fixed positions, as in Qwen2, Qwen3 or Llama; "
@@ -130,39 +129,6 @@ def attention_choice(requested: str, device_type: str) -> tuple[str, str | None]
     else:
         return requested, None
     return ATTENTION, f"attn_implementation {FLASH} needs {lacking}; using {ATTENTION} instead"
-
-
-def _layer_types(config: Any) -> set[str]:
-    """Qwen2 and its kind name them layer by layer; Mistral's kind has one window for the whole model."""
-    named = getattr(config, "layer_types", None)
-    windowed = named is None and getattr(config, "sliding_window", None) is not None
-    return set(named or ()) | ({"sliding_attention"} if windowed else set())
-
-
-def _rope_types(config: Any) -> set[str]:
-    rope = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, Mapping)] or [rope]
-    return {str(part.get("rope_type")) for part in nested}
-
-
-def _has(config: Any, *names: str) -> bool:
-    return any(getattr(config, name, None) for name in names)
-
-
-# Reason -> does it hold for this config? Rotary types that look at the longest position of the batch would
-# make one sequence depend on its neighbours.
-_UNSERVED: Mapping[str, Callable[[Any], bool]] = {
-    "attention softcaps": lambda c: _has(c, "attn_logit_softcapping"),
-    "attention sinks": lambda c: (
-        c.model_type in {"gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"}
-    ),
-    "dynamic rotary positions": lambda c: any("dynamic" in t or t == "longrope" for t in _rope_types(c)),
-    "position biases": lambda c: _has(c, "alibi"),
-    "attention dropout": lambda c: _has(c, "attention_dropout"),
-    "state-space layers": lambda c: _has(c, "ssm_state_size", "state_size", "mamba_d_state", "mamba_d_ssm"),
-    "heads whose queries and values differ in size": lambda c: _has(c, "kv_lora_rank"),
-    "encoder-decoder models": lambda c: _has(c, "is_encoder_decoder"),
-}
 
 
 def packed_attention(

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pwd
+import re
 import socket
 import sys
 import time
@@ -16,6 +17,10 @@ from typing import IO, Any
 
 METRICS = "metrics.jsonl"
 LINE_EVERY_SECONDS = 5.0  # off a terminal, so that a log stays readable
+LOCK = ".lock"
+LAUNCHER = (
+    ".launcher"  # locked by who starts the ranks here, which lock the folder themselves when they are up
+)
 
 
 class FolderInUse(ValueError):
@@ -26,7 +31,7 @@ class FolderInUse(ValueError):
         self.owner = owner
 
 
-def claim(folder: Path, name: str = ".lock") -> IO[str]:
+def claim(folder: Path, name: str = LOCK) -> IO[str]:
     """Make the run's folder, private to the user, and lock it until the process ends; `name` is the lock's file.
 
     Raises FolderInUse, naming the process that holds it. The lock goes with the process, however it ends.
@@ -48,6 +53,16 @@ def claim(folder: Path, name: str = ".lock") -> IO[str]:
     lock.write(f"pid {os.getpid()} on {socket.gethostname()}")
     lock.flush()
     return lock
+
+
+def gone(folder: Path) -> bool:
+    """Whether whatever claimed the folder last was a process of this machine that has ended since."""
+    owners = [
+        path.read_text(encoding="utf-8") for path in folder.glob(".l*") if path.name in (LOCK, LAUNCHER)
+    ]
+    found = [re.fullmatch(r"pid (\d+) on (.*)", owner) for owner in owners]
+    here = [int(owner[1]) for owner in found if owner and owner[2] == socket.gethostname()]
+    return bool(here) and len(here) == len(owners) and not any(Path(f"/proc/{pid}").exists() for pid in here)
 
 
 def why_denied(error: OSError) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -487,6 +489,23 @@ def test_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
     path.write_text("step 5/12 reward 0.930 length 8\n" * 100_000 + "RuntimeError: CUDA out of memory\n")
     (found,) = of_log(path, "rank 0")
     assert found.line is None and found.cause is not None
+
+
+def test_a_local_run_whose_process_has_ended_is_not_running(tmp_path: Path) -> None:
+    """Its files being new; of a process elsewhere, nothing is known."""
+    (tmp_path / "config.yaml").write_text("max_steps: 4\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n')
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    here, pid = socket.gethostname(), ended.pid
+    states = {}
+    for owner in (f"pid {os.getpid()} on {here}", f"pid {pid} on {here}", f"pid {pid} on elsewhere", ""):
+        (tmp_path / ".lock").write_text(owner)
+        states[owner] = doctor.diagnose(tmp_path)["state"]
+    assert list(states.values()) == ["running", "stopped", "running", "running"]
+    (tmp_path / ".lock").write_text(f"pid {pid} on {here}")
+    (tmp_path / ".launcher").write_text(f"pid {os.getpid()} on {here}")
+    assert doctor.diagnose(tmp_path)["state"] == "running"
 
 
 # ---- the command

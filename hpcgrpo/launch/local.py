@@ -16,15 +16,12 @@ from hpcgrpo import checks
 from hpcgrpo.attempt import Attempt
 from hpcgrpo.checkpoint_folder import complete
 from hpcgrpo.config import ConfigError, load, to_yaml
-from hpcgrpo.journal import claim, read_metrics, write_atomically
+from hpcgrpo.journal import LAUNCHER, claim, read_metrics, write_atomically
 from hpcgrpo.launch import ranks
 from hpcgrpo.launch.ranks import CONFIG_FILE, USER_ERROR
 from hpcgrpo.sections import RunConfig, TrainConfig
 
 # What may differ between a run and its resumption: nothing here changes what is computed, but for the length.
-LAUNCHER = (
-    ".launcher"  # locked by who starts the ranks here, which lock the folder themselves when they are up
-)
 MAY_CHANGE = {
     "cluster",
     "device",

@@ -1,11 +1,18 @@
-"""What every benchmark says with `--json`: rows of one shape, which `table.py` collects. Standard library only."""
+"""What every benchmark says with `--json`, rows of one shape that `table.py` collects, and arguments they share.
+
+Standard library only; torch for `--device cuda`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+Number = TypeVar("Number", int, float)
 
 
 def row(
@@ -43,9 +50,47 @@ def compared(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
     return {"ratio": statistics.median(theirs) / statistics.median(ours), "quartiles": (low, high)}
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """The switch by which a script runs on a GPU (not run yet); times are then wall time, the device being idle."""
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+def at_least(least: Number, *, most: float = math.inf) -> Callable[[str], Number]:
+    """The `type` of an argument that is a number (whole, if `least` is) from `least` to `most`."""
+    kind = type(least)
+
+    def checked(text: str) -> Number:
+        with suppress(ValueError):
+            if least <= kind(text) <= most and kind(text) != math.inf:
+                return kind(text)
+        whole = "whole number" if kind is int else "number"
+        limits = f"of {least:g} or more" if most == math.inf else f"from {least:g} to {most:g}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {whole} {limits}")
+
+    return checked
+
+
+positive = at_least(1)
+
+
+def positives(text: str) -> list[int]:
+    """The `type` of an argument that lists positive whole numbers: `2,4,8`."""
+    return [positive(part) for part in text.split(",")]
+
+
+def add_device(parser: argparse.ArgumentParser, *, gpus: int = 1) -> None:
+    """The switch by which a script runs on GPUs (not run yet); times are then wall time, the device being idle.
+
+    Where torch finds fewer than `gpus`, `cuda` is refused.
+    """
+
+    def found(text: str) -> str:
+        if text == "cuda":
+            import torch
+
+            if torch.cuda.device_count() < gpus:
+                raise argparse.ArgumentTypeError(
+                    f"'cuda' needs {gpus} GPU{'s' * (gpus > 1)}, torch {torch.__version__} finds "
+                    f"{torch.cuda.device_count()}; take cpu"
+                )
+        return text
+
+    parser.add_argument("--device", type=found, choices=("cpu", "cuda"), default="cpu", help="default: cpu")
 
 
 def number(value: float | None, form: str = ".2f") -> str:

@@ -5,12 +5,14 @@ Used by `vs_trl.py` and `learner_step.py`; what runs in such a process speaks th
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -32,9 +34,35 @@ class Side:
     about: Mapping[str, Any]
 
 
+def add_trl(parser: argparse.ArgumentParser) -> None:
+    """Which TRL takes part, and how it is set."""
+    parser.add_argument(
+        "--trl-python", type=interpreter, help="an interpreter that has TRL, instead of --trl-env"
+    )
+    parser.add_argument("--trl-env", type=Path, default=REPOSITORY / ".venv-trl", help="made if absent")
+    parser.add_argument("--trl", type=fields, help="GRPOConfig fields to set otherwise, as JSON")
+
+
+def interpreter(text: str) -> Path:
+    """The `type` of an argument that is a program to start."""
+    found = shutil.which(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a program that can be started")
+    return Path(found).absolute()
+
+
+def fields(text: str) -> dict[str, Any]:
+    """The `type` of an argument that is a JSON object."""
+    with suppress(json.JSONDecodeError):
+        found = json.loads(text)
+        if isinstance(found, dict):
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object, such as " + '{"loss_type": "dapo"}')
+
+
 def trl_environment(folder: Path) -> Path:
     """The interpreter of an environment with this TRL and our torch and transformers; made if absent."""
-    python = folder / "bin" / "python"
+    python = folder.absolute() / "bin" / "python"  # sides are started in another folder
     if python.exists() and _trl_of(python) == TRL_VERSION:
         return python
     same = [f"{name}=={version(name).split('+')[0]}" for name in ("torch", "transformers", "accelerate")]

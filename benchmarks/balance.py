@@ -22,6 +22,7 @@ from itertools import product
 from typing import Any
 
 import _rows
+from _rows import positive, positives
 
 from hpcgrpo.balance import Cost, share_out
 from hpcgrpo.planner import shapes
@@ -53,32 +54,41 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",") if part]
-
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--ranks", type=numbers, default=[2, 4, 8, 16], help="(default 2,4,8,16)")
-    parser.add_argument("--groups", type=numbers, default=[8, 16], help="completions a group (default 8,16)")
+    parser.add_argument("--ranks", type=positives, default=[2, 4, 8, 16], help="(default 2,4,8,16)")
     parser.add_argument(
-        "--prompts", type=numbers, default=[128, 512, 2048], help="tokens (default 128,512,2048)"
-    )
-    parser.add_argument("--completions", type=int, default=1024, help="an optimizer step, estimated (1024)")
-    parser.add_argument(
-        "--longest", type=int, default=4096, help="tokens a completion at most, estimated (4096)"
+        "--groups", type=positives, default=[8, 16], help="completions a group (default 8,16)"
     )
     parser.add_argument(
-        "--budget", type=int, default=16384, help="tokens of a micro-batch, estimated (16384)"
+        "--prompts", type=positives, default=[128, 512, 2048], help="tokens (default 128,512,2048)"
     )
-    parser.add_argument("--steps", type=int, default=8, help="estimated of each kind (default 8)")
     parser.add_argument(
-        "--measure", type=numbers, default=[8], help="ranks to measure; '' for none (default 8)"
+        "--completions", type=positive, default=1024, help="an optimizer step, estimated (1024)"
     )
-    parser.add_argument("--measured-completions", type=int, default=256)
-    parser.add_argument("--measured-longest", type=int, default=512)
-    parser.add_argument("--measured-budget", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of each share (default 3)")
+    parser.add_argument(
+        "--longest", type=positive, default=4096, help="tokens a completion at most, estimated (4096)"
+    )
+    parser.add_argument(
+        "--budget", type=positive, default=16384, help="tokens of a micro-batch, estimated (16384)"
+    )
+    parser.add_argument("--steps", type=positive, default=8, help="estimated of each kind (default 8)")
+    parser.add_argument(
+        "--measure",
+        type=lambda text: positives(text) if text else [],
+        default=[8],
+        help="ranks to measure; '' for none (default 8)",
+    )
+    parser.add_argument("--measured-completions", type=positive, default=256)
+    parser.add_argument("--measured-longest", type=positive, default=512)
+    parser.add_argument("--measured-budget", type=positive, default=4096)
+    parser.add_argument("--repeats", type=positive, default=3, help="measurements of each share (default 3)")
     parser.add_argument("--json", action="store_true", help="print every number as JSON, and nothing else")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.budget <= max(options.prompts):
+        parser.error(
+            f"--budget {options.budget} is not above the longest of --prompts, {max(options.prompts)}"
+        )
+    return options
 
 
 # ---- steps, and three ways to share them out

@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from _learner_inputs import save as save_inputs
 from _learner_side import assembled, configured, groups
-from _rows import add_device, compared, lines, row
+from _rows import add_device, compared, lines, positive, row
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
@@ -55,14 +55,21 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--layers", type=int, default=8, help="2.9 M parameters each (default 8)")
-    parser.add_argument("--turns", type=int, default=5, help="of every way to save (default 5)")
+    parser.add_argument("--layers", type=positive, default=8, help="2.9 M parameters each (default 8)")
+    parser.add_argument("--turns", type=positive, default=5, help="of every way to save (default 5)")
     parser.add_argument(
-        "--folder", type=Path, help="where to write (default: the folder for temporary files)"
+        "--folder", type=existing, help="where to write (default: the folder for temporary files)"
     )
     add_device(parser)
     parser.add_argument("--json", action="store_true", help="print every number as JSON, and nothing else")
     return parser.parse_args()
+
+
+def existing(text: str) -> Path:
+    """The `type` of an argument that is a folder to write to."""
+    if not (Path(text).is_dir() and os.access(text, os.W_OK)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a folder that can be written to; make it first")
+    return Path(text)
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

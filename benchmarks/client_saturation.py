@@ -24,7 +24,7 @@ from itertools import cycle
 from typing import Any
 
 import httpx
-from _rows import compared, row
+from _rows import at_least, compared, positive, row
 from _stand_in_engines import VOCABULARY, drawn_lengths, learner_client, stand_ins
 
 from hpcgrpo.generation.http import Connection, Response
@@ -199,14 +199,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--engines", type=int, default=8)
-    parser.add_argument("--capacity", type=int, default=32, help="completions at once, of one engine")
-    parser.add_argument("--lanes", type=int, default=384, help="requests in flight, of the client")
-    parser.add_argument("--tokens-per-second", type=float, default=10_000, help="of one engine")
-    parser.add_argument("--waves", type=int, default=6, help="requests: so many times engines x capacity")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--engines", type=positive, default=8)
+    parser.add_argument("--capacity", type=positive, default=32, help="completions at once, of one engine")
+    parser.add_argument("--lanes", type=positive, default=384, help="requests in flight, of the client")
+    parser.add_argument("--tokens-per-second", type=at_least(1.0), default=10_000, help="of one engine")
+    parser.add_argument(
+        "--waves", type=positive, default=6, help="requests: so many times engines x capacity"
+    )
+    parser.add_argument("--rounds", type=positive, default=1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    count = options.waves * options.engines * options.capacity
+    if count < 8:
+        parser.error(f"--waves x --engines x --capacity is {count} requests; the middle half needs 8 in all")
     runs = measure(options)
     if options.json:
         found = {name: [asdict(r) for r in rs] for name, rs in runs.items()}

@@ -36,6 +36,7 @@ from _bandit_report import draw, tables
 from _distilling import study as distilling_study
 from _pruning import curves as pruning_curves
 from _pruning import exact_tables, summary
+from _rows import at_least, positive
 
 from hpcgrpo.algorithms import build
 from hpcgrpo.algorithms.base import Algorithm
@@ -105,8 +106,10 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--seeds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=60, help="of 2 questions x 8 (CPPO: 16) rollouts each")
+    parser.add_argument("--seeds", type=at_least(2), default=12)
+    parser.add_argument(
+        "--steps", type=positive, default=60, help="of 2 questions x 8 (CPPO: 16) rollouts each"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "studies" / "controlled")
     return parser.parse_args()
 

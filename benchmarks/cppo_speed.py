@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _rows import add_device, row
+from _rows import add_device, at_least, positive, row
 
 from hpcgrpo import batching, tiny
 from hpcgrpo.algorithms import build
@@ -72,14 +72,21 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=5, help="turns of every rate (default 5)")
-    parser.add_argument("--prompts", type=int, default=8, help="a step without allocation (default 8)")
+    parser.add_argument("--rounds", type=positive, default=5, help="turns of every rate (default 5)")
+    parser.add_argument("--prompts", type=positive, default=8, help="a step without allocation (default 8)")
     parser.add_argument(
-        "--allocated", type=int, default=2, help="a step at P = 0 with allocation (default 2)"
+        "--allocated", type=positive, default=2, help="a step at P = 0 with allocation (default 2)"
     )
-    parser.add_argument("--completion-tokens", type=int, default=64, help="at most (default 64)")
-    parser.add_argument("--beta", type=float, default=0.0, help="above 0: a reference forward pass too")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--completion-tokens",
+        type=at_least(1, most=MODEL["max_length"] - DIGITS - 1),
+        default=64,
+        help="at most (default 64)",
+    )
+    parser.add_argument(
+        "--beta", type=at_least(0.0), default=0.0, help="above 0: a reference forward pass too"
+    )
+    parser.add_argument("--threads", type=positive, default=1)
     add_device(parser)
     parser.add_argument("--json", action="store_true", help="print every number as JSON, and nothing else")
     return parser.parse_args()

@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from _rows import add_device, row
+from _rows import add_device, positive, row
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from hpcgrpo.generation.transformers import TransformersGenerator
@@ -107,7 +107,7 @@ def rows(results: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=positive, default=9)
     add_device(parser)
     arguments = parser.parse_args()
     if arguments.device == "cuda":

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from _rows import compared, row
+from _rows import compared, positive, row
 
 from hpcgrpo.rewards.answers import extract_answer
 from hpcgrpo.rewards.grading import Grader, precheck
@@ -46,9 +46,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pairs", type=int, default=400, help="of a round (default 400)")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--pairs", type=positive, default=400, help="of a round (default 400)")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--processes", type=positive, default=2)
     parser.add_argument(
         "--hostile", action="store_true", help="a batch of 1,024 with and without 5 %% hostile answers"
     )

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from _rows import compared, row
+from _rows import at_least, compared, positive, row
 from _stand_in_engines import drawn_lengths, learner_client, stand_ins
 
 from hpcgrpo.rewards import REWARDS, Reward, Rewards, Run
@@ -99,9 +99,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=512)
-    parser.add_argument("--milliseconds", type=float, default=20.0, help="of grading, a completion")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=at_least(GROUP), default=512)
+    parser.add_argument("--milliseconds", type=at_least(0.0), default=20.0, help="of grading, a completion")
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     steps = measure(options.requests, options.milliseconds, options.rounds)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import _flops
-from _rows import add_device, compared, lines, row
-from _turns import REPOSITORY, TRL_VERSION, Measured, interleaved, trl_environment
+from _rows import add_device, compared, lines, positive, row
+from _turns import TRL_VERSION, Measured, add_trl, interleaved, trl_environment
 
 SCRIPTS = {
     "packed": "_learner_side.py",
@@ -105,12 +105,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sides", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS), help="default: all"
     )
-    parser.add_argument("--blocks", type=int, default=5, help="turns of one step each side gets (default 5)")
-    parser.add_argument("--prompts", type=int, help="of a step, 8 completions each (default 4, 2 or 1)")
-    parser.add_argument("--threads", type=int, help="OMP_NUM_THREADS of each side (default 2)")
-    parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL, instead of --trl-env")
-    parser.add_argument("--trl-env", type=Path, default=REPOSITORY / ".venv-trl", help="made if absent")
-    parser.add_argument("--trl", type=json.loads, help="GRPOConfig fields to set otherwise, as JSON")
+    parser.add_argument(
+        "--blocks", type=positive, default=5, help="turns of one step each side gets (default 5)"
+    )
+    parser.add_argument("--prompts", type=positive, help="of a step, 8 completions each (default 4, 2 or 1)")
+    parser.add_argument("--threads", type=positive, help="OMP_NUM_THREADS of each side (default 2)")
+    add_trl(parser)
     add_device(parser)
     parser.add_argument("--json", action="store_true", help="print every number as JSON, and nothing else")
     return parser.parse_args()
@@ -208,10 +208,11 @@ def rows(case: Case, measured: Measured, sides: Mapping[str, Mapping[str, Any]])
 def as_text(result: Mapping[str, Any]) -> str:
     case, sides = result["case"], result["sides"]
     sizes = [c for group in result["lengths"] for c in group]
+    trl = f", TRL {TRL_VERSION}" if "trl" in sides else ""
     text = [
         f"\n{case['name']}: {case['prompts']} x {case['generations']} completions after {case['prompt_tokens']} "
         f"tokens, {min(sizes)} to {max(sizes)} tokens, mean {statistics.fmean(sizes):.0f}; hidden {case['hidden']}, "
-        f"vocabulary {case['vocabulary']}, {case['threads']} threads, TRL {TRL_VERSION}",
+        f"vocabulary {case['vocabulary']}, {case['threads']} threads{trl}",
         f"{'':18}{'CPU-s':>9}{'samples/s':>11}{'tokens':>9}{'GFLOP':>9}{'GFLOP/s':>9}"
         f"{'MB a step':>11}{'MB in all':>11}{'loss':>14}{'grad norm':>12}",
     ]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _rows import add_device, row
+from _rows import add_device, at_least, positive, row
 from _side import resident_bytes
 
 if TYPE_CHECKING:
@@ -81,13 +81,15 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--timed-tokens", type=int, default=2048, help="halved where plain does not fit")
-    parser.add_argument("--vocabulary", type=int, default=152_064)
-    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--tokens", type=positive, default=8192)
+    parser.add_argument("--timed-tokens", type=positive, default=2048, help="halved where plain does not fit")
+    parser.add_argument("--vocabulary", type=at_least(2), default=152_064)
+    parser.add_argument("--hidden", type=positive, default=128)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of each variant (default 3)")
-    parser.add_argument("--threads", type=int, default=2, help="OMP_NUM_THREADS (default 2)")
+    parser.add_argument(
+        "--repeats", type=positive, default=3, help="measurements of each variant (default 3)"
+    )
+    parser.add_argument("--threads", type=positive, default=2, help="OMP_NUM_THREADS (default 2)")
     add_device(parser)
     parser.add_argument("--json", action="store_true", help="print every number as JSON, and nothing else")
     parser.add_argument("--chunks", action="store_true", help="time chunks of several sizes too")

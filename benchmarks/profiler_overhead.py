@@ -19,6 +19,7 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
+from _rows import at_least, positive
 
 from hpcgrpo import flops, profiler, running, tiny
 from hpcgrpo.config import parse
@@ -138,8 +139,8 @@ def own_seconds(run: Run) -> tuple[float, int]:
 
 def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--pairs", type=int, default=40, help="steps with and without (default 40)")
-    asked.add_argument("--completion", type=int, default=64, help="tokens at most (default 64)")
+    asked.add_argument("--pairs", type=at_least(2), default=40, help="steps with and without (default 40)")
+    asked.add_argument("--completion", type=positive, default=64, help="tokens at most (default 64)")
     options = asked.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

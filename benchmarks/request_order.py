@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from _rows import positive
+
 from hpcgrpo.generation.routing import Lengths, Schedule
 from hpcgrpo.types import Request
 
@@ -193,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--trials", type=positive, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     found = measure(options.trials)

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _rows import row
+from _rows import positive, row
 from _side import resident_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -81,8 +81,8 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--ranks", type=int, default=2, help="that load the model together (default 2)")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of each (default 3)")
+    parser.add_argument("--ranks", type=positive, default=2, help="that load the model together (default 2)")
+    parser.add_argument("--repeats", type=positive, default=3, help="measurements of each (default 3)")
     parser.add_argument("--json", action="store_true", help="print every number as JSON, and nothing else")
     parser.add_argument("--load", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _rows import add_device, row
-from _turns import REPOSITORY, TRL_VERSION, Measured, interleaved, trl_environment
+from _rows import add_device, at_least, positive, row
+from _turns import TRL_VERSION, Measured, add_trl, interleaved, trl_environment
 
 SIDES = ("hpcgrpo", "trl")
 SCRIPTS = {"hpcgrpo": "_our_side.py", "trl": "_trl_side.py"}
@@ -72,16 +72,17 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--case", action="append", choices=list(CASES), help="default: all of them")
-    parser.add_argument("--blocks", type=int, default=8, help="turns each side gets (default 8)")
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps a turn (default 3)")
-    parser.add_argument("--prompt-tokens", type=int, help="tokens of a prompt (default 6)")
+    parser.add_argument("--blocks", type=positive, default=8, help="turns each side gets (default 8)")
+    parser.add_argument("--steps", type=positive, default=3, help="optimizer steps a turn (default 3)")
+    parser.add_argument("--prompt-tokens", type=at_least(6, most=3840), help="tokens of a prompt (default 6)")
     parser.add_argument(
-        "--rows-per-micro-batch", type=int, help="completions a pass (default 32: all at once)"
+        "--rows-per-micro-batch",
+        type=int,
+        choices=(1, 2, 4, 8, 16, 32),
+        help="completions a pass (default 32: all at once)",
     )
-    parser.add_argument("--threads", type=int, help="OMP_NUM_THREADS of either side (default 2)")
-    parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL, instead of --trl-env")
-    parser.add_argument("--trl-env", type=Path, default=REPOSITORY / ".venv-trl", help="made if absent")
-    parser.add_argument("--trl", type=json.loads, help="GRPOConfig fields to set otherwise, as JSON")
+    parser.add_argument("--threads", type=positive, help="OMP_NUM_THREADS of either side (default 2)")
+    add_trl(parser)
     add_device(parser)
     parser.add_argument("--phases", action="store_true", help="print where the CPU time of a step goes")
     parser.add_argument("--json", action="store_true", help="print every number as JSON, and nothing else")

@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from _rows import add_device, row
+from _rows import add_device, at_least, positive, row
 
 from hpcgrpo import ports, tiny
 from hpcgrpo.generation import broadcast
@@ -218,14 +218,16 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--vocabulary", type=int, default=16384)
-    parser.add_argument("--bucket-mib", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=5)
-    add_device(parser)
+    parser.add_argument("--hidden", type=positive, default=768)
+    parser.add_argument("--layers", type=positive, default=12)
+    parser.add_argument("--vocabulary", type=at_least(tiny.VOCABULARY_SIZE), default=16384)
+    parser.add_argument("--bucket-mib", type=positive, default=256)
+    parser.add_argument("--repeats", type=positive, default=5)
+    add_device(parser, gpus=2)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.hidden % 128:
+        parser.error(f"--hidden {options.hidden} is not a multiple of 128: heads of 64, two to one of keys")
     with tempfile.TemporaryDirectory() as scratch:
         found = measure(options, Path(scratch))
     if options.json:

@@ -6,6 +6,7 @@ Held here are counted FLOPs, which do not scatter, and CPU-seconds of sides that
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -245,6 +246,44 @@ def test_every_script_of_the_table_can_be_read() -> None:
     code = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import _our_side, {', '.join(names)}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+# --- arguments --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "told"),
+    [
+        ("learner_step", "--blocks 0", "argument --blocks: '0' is not a whole number of 1 or more"),
+        ("learner_step", "--trl [1]", "argument --trl: '[1]' is not a JSON object"),
+        ("vs_trl", "--trl-python /none", "argument --trl-python: '/none' is not a program"),
+        ("vs_trl", "--prompt-tokens 4096", "'4096' is not a whole number from 6 to 3840"),
+        ("balance", "--measure 2,x", "argument --measure: 'x' is not a whole number"),
+        (
+            "balance",
+            "--budget 128 --prompts 8,128",
+            "--budget 128 is not above the longest of --prompts, 128",
+        ),
+        ("logprobs", "--repeats 1.5", "argument --repeats: '1.5' is not a whole number"),
+        ("startup", "--ranks -1", "argument --ranks: '-1' is not a whole number"),
+        ("client_saturation", "--tokens-per-second inf", "'inf' is not a number of 1 or more"),
+        ("client_saturation", "--waves 1 --engines 1 --capacity 7", "is 7 requests"),
+        ("grading_overlap", "--milliseconds nan", "'nan' is not a number of 0 or more"),
+        ("learner_step", "--device cuda", "argument --device: 'cuda' needs 1 GPU, torch"),
+        ("vs_trl", "--device cuda", "argument --device: 'cuda' needs 1 GPU, torch"),
+        pytest.param("checkpoint", "--folder /none", "'/none' is not a folder", marks=pytest.mark.slow),
+    ],
+)
+def test_a_bad_argument_is_told_before_any_work(
+    tmp_path: Path, script: str, arguments: str, told: str
+) -> None:
+    trl = ["--trl-env", str(tmp_path / "trl")] if script in ("learner_step", "vs_trl") else []
+    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), *arguments.split(), *trl]
+    here = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=here)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and last.startswith(f"{script}.py: error: ") and told in last
+    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
 
 
 # --- ratios that must hold --------------------------------------------------------------------------------

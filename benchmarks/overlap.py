@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from _learner_inputs import lengths
-from _rows import add_device, compared, row
+from _rows import add_device, compared, positive, row
 from _side import children_cpu_seconds
 from _tiny_model import build_model, never_sample, questions
 
@@ -112,8 +112,6 @@ class Typical(ForcedGenerator):
 def main() -> None:
     options = parse_arguments()
     if options.device == "cuda":
-        if torch.cuda.device_count() < 2:
-            raise SystemExit("overlap needs 2 GPUs: one samples, one learns; take --device cpu")
         os.environ["LOCAL_RANK"] = "1"  # the engine takes the first GPU
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), options)
@@ -128,13 +126,15 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     names = [case.name for case in CASES]
     parser.add_argument("--case", action="append", choices=names, help="default: both")
-    parser.add_argument("--blocks", type=int, help=f"turns of every way (default {SIZES['blocks']})")
-    parser.add_argument("--steps", type=int, help="measured steps a turn (default 2)")
-    parser.add_argument("--prompts", type=int, help="of a step, 8 completions each (default 16, spread 32)")
+    parser.add_argument("--blocks", type=positive, help=f"turns of every way (default {SIZES['blocks']})")
+    parser.add_argument("--steps", type=positive, help="measured steps a turn (default 2)")
+    parser.add_argument(
+        "--prompts", type=positive, help="of a step, 8 completions each (default 16, spread 32)"
+    )
     for name in ("hidden", "layers", "prompt_tokens"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"default {SIZES[name]}")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, help=f"default {SIZES[name]}")
     parser.add_argument("--quick", action="store_true", help="small and few: whether it runs")
-    add_device(parser)
+    add_device(parser, gpus=2)
     parser.add_argument("--json", action="store_true", help="every measurement as JSON, and nothing else")
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
     sizes = (QUICK | {"prompts": 2}) if given["quick"] else (SIZES | {"prompts": None})

@@ -92,7 +92,7 @@ def _checked(values: Any, where: Callable[[Sequence[str]], str]) -> RunConfig:
             config.rewards, max_completion_length=config.generation.max_completion_length, num_processes=1
         )
     except ValueError as error:
-        raise ConfigError(f"{where(['rewards'])}: rewards: {error}") from None
+        raise ConfigError(f"{where(['rewards'])}: rewards: {str(error).removeprefix('rewards: ')}") from None
     try:
         _check_schedule(config.train)
         _check_nodes(config.cluster, config.generation)

@@ -155,6 +155,7 @@ def test_a_training_that_fails_leaves_its_evaluation_cancelled_with_the_reason(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_elements_come_back_after_a_crash_and_after_a_stop_but_not_when_cancelled(
     slurm: Cluster, tmp_path: Path
 ) -> None:

@@ -411,6 +411,7 @@ def test_two_in_one_folder_are_one_too_many(model: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_with_vllm_killed_and_resumed_it_is_the_same(trained: Path, tmp_path: Path) -> None:
     """The whole way on a CPU: engines of its own, generated arithmetic and questions of GSM8K, kill -9, resumed; and at
     temperature 0 what the model in process says."""

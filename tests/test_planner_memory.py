@@ -345,6 +345,7 @@ ZERO3: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "case", ZERO3, ids=lambda c: f"{'tied' if c['shape'] is TIED else 'untied'}-{c['bf16']}"

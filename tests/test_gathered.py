@@ -38,7 +38,7 @@ def test_log_probs_leave_nothing_gathered(kind: str, tied: bool, tmp_path: Path)
     ranks = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[{")))
     assert len(ranks) == 2
     for found in ranks:
-        assert found["reference"] == found["policy"] == 0
+        assert max(found["reference"], found["policy"]) <= 0, ranks
         root = 4 * (VOCABULARY * HIDDEN * (1 if tied else 2) + HIDDEN)
         if kind == "fsdp":  # what is measured is there where it stays
             assert found["forward alone"] >= root

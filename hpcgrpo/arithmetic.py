@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcgrpo.algorithms.base import Algorithm
-from hpcgrpo.sections import RunConfig, TrainConfig
+from hpcgrpo.sections import GenerationConfig, RunConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,12 @@ def arithmetic(config: RunConfig, algorithm: Algorithm, rows: int | None) -> Ari
         max_model_length=prompt + config.generation.max_completion_length,
         max_refine_prompt_length=refine,
     )
+
+
+def updates_behind(generation: GenerationConfig, algorithm: Algorithm, updates_per_step: int) -> int:
+    """Optimizer steps that the weights which sampled what is trained on lie behind the learner's, sampling ahead."""
+    drafts_trained = generation.ahead == "drafts" and algorithm.options.get("train_drafts")
+    return updates_per_step if generation.ahead == "step" or drafts_trained else 0
 
 
 def _train_batch(train: TrainConfig, ranks: int) -> tuple[int, int]:

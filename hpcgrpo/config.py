@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from hpcgrpo import rewards
 from hpcgrpo.algorithms.base import Algorithm
 from hpcgrpo.algorithms.schema import layers
-from hpcgrpo.arithmetic import arithmetic
+from hpcgrpo.arithmetic import arithmetic, updates_behind
 from hpcgrpo.config_file import ConfigError, expand, override, read, read_tree, section_of, without_resets
 from hpcgrpo.sections import ClusterConfig, GenerationConfig, RunConfig, TrainConfig
 
@@ -182,10 +182,10 @@ def _check_gpus(cluster: ClusterConfig, generation: GenerationConfig) -> None:
 
 def _check_ahead(generation: GenerationConfig, algorithm: Algorithm, updates: int) -> None:
     """Whether what is sampled ahead can be, and its weights are corrected for."""
-    trained_drafts = generation.drafts_ahead and algorithm.options.get("train_drafts")
-    option = "drafts_ahead: true with the algorithm's train_drafts" if trained_drafts else "async_steps: 1"
-    trained, most = generation.async_steps or trained_drafts, generation.max_staleness
-    behind = updates if trained else 0
+    behind, most = updates_behind(generation, algorithm, updates), generation.max_staleness
+    option = (
+        "async_steps: 1" if generation.async_steps else "drafts_ahead: true with the algorithm's train_drafts"
+    )
     if generation.async_steps and generation.drafts_ahead:
         raise ValueError("generation: async_steps samples the drafts ahead as well; leave drafts_ahead out")
     if generation.drafts_ahead and not algorithm.num_drafts:
@@ -199,7 +199,7 @@ def _check_ahead(generation: GenerationConfig, algorithm: Algorithm, updates: in
             f" steps old; set max_staleness: {behind} or leave it out"
         )
     corrections = [x.get("importance_sampling_correction", "none") for x in layers(algorithm.options)]
-    if trained and set(corrections) == {"none"}:
+    if behind and set(corrections) == {"none"}:
         raise ValueError(
             f"generation.{option} trains on completions of older weights, which importance weights must correct; set"
             " the algorithm's importance_sampling_correction (token_truncate is its default), or leave the option out"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hpcgrpo import ahead, rewards
-from hpcgrpo.arithmetic import Arithmetic, arithmetic
+from hpcgrpo.arithmetic import Arithmetic, arithmetic, updates_behind
 from hpcgrpo.attempt import Attempt
 from hpcgrpo.balance import Cost
 from hpcgrpo.checkpoint_folder import MARKER, damaged
@@ -348,7 +348,7 @@ def learning_rate(config: RunConfig, counts: Arithmetic) -> Any:
 def setup(config: RunConfig, counts: Arithmetic, device: torch.device, cost: Cost) -> Setup:
     """What the loop needs of configuration and counts; `cost` is that of the policy that samples."""
     length, generation = counts.max_model_length, config.generation
-    behind = generation.async_steps * counts.updates_per_step
+    behind = updates_behind(generation, config.build_algorithm(), counts.updates_per_step)
     default_budget = max(length, 16384 if device.type == "cuda" else 4096)
     return Setup(
         seed=config.seed,

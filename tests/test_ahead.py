@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from runs import CONFIG, hpcgrpo, metrics, rollouts, write_config
 from test_resume import PROGRAM, same
 
+from hpcgrpo import train
 from hpcgrpo.ahead import FILE, Ahead, load, packed, save, unpacked
+from hpcgrpo.arithmetic import arithmetic
+from hpcgrpo.balance import Cost
 from hpcgrpo.config import ConfigError, parse
 from hpcgrpo.exploring import Explored, Ready, Setup
 from hpcgrpo.journal import read_metrics
@@ -209,6 +213,25 @@ def test_off_by_default_and_one_of_the_two() -> None:
 def test_what_cannot_be_is_refused(generation: dict[str, Any], algorithm: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         config(generation, algorithm, generation_batch_size=16, num_iterations=3)
+
+
+@pytest.mark.parametrize(
+    ("generation", "drafts_trained", "spare"),
+    [
+        ({"async_steps": 1}, False, 8 - 6),
+        ({"drafts_ahead": True}, True, 8 - 6),
+        ({"drafts_ahead": True}, False, 8),
+        ({}, True, 8),
+    ],
+)
+def test_what_sampling_ahead_leaves_of_the_staleness_for_servers(
+    generation: dict[str, Any], drafts_trained: bool, spare: int
+) -> None:
+    """Of 8 optimizer steps, 2 batches x 3 iterations are taken where what is sampled ahead is trained on."""
+    algorithm = IGRPO | {"drafts": 4, "train_drafts": drafts_trained}
+    run = config(generation | {"max_staleness": 8}, algorithm, generation_batch_size=16, num_iterations=3)
+    counts = arithmetic(run, run.build_algorithm(), rows=None)
+    assert train.setup(run, counts, torch.device("cpu"), Cost()).spare_staleness == spare
 
 
 # ---- whole runs

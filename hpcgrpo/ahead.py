@@ -151,7 +151,7 @@ def load(folder: Path, explorer: Explorer) -> Ready:
     """
     path = folder / FILE
     try:
-        return _unpacked(json.loads(path.read_text(encoding="utf-8")), explorer)
+        return _ready(json.loads(path.read_text(encoding="utf-8")), explorer)
     except FileNotFoundError:
         return Ready()
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -161,7 +161,7 @@ def load(folder: Path, explorer: Explorer) -> Ready:
         ) from None
 
 
-def _unpacked(kept: Mapping[str, Any], explorer: Explorer) -> Ready:
+def _ready(kept: Mapping[str, Any], explorer: Explorer) -> Ready:
     setup = explorer.setup
     if (kept["stage"], kept["prompts_per_step"]) != (setup.ahead, setup.prompts_per_step):
         return Ready()

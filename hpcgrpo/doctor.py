@@ -25,7 +25,7 @@ from hpcgrpo.evidence import (
     tail,
     written,
 )
-from hpcgrpo.journal import gone
+from hpcgrpo.journal import LOCK, gone
 from hpcgrpo.launch.lead import CODE_SAVED
 
 MARKS = ("config.yaml", "metrics.jsonl", "slurm", "torchrun", "checkpoints")
@@ -157,7 +157,7 @@ def _state(folder: Path, starts: list[Start], step: int, job: Job | None) -> str
         return starts[-1].state
     if job is not None:
         return "failed"
-    moved = max((written(folder / name) for name in ("metrics.jsonl", ".lock", "config.yaml")), default=0.0)
+    moved = max((written(folder / name) for name in ("metrics.jsonl", LOCK, "config.yaml")), default=0.0)
     if time.time() - moved < RECENT_SECONDS and not gone(folder):
         return "running"
     return "stopped" if step or (folder / "metrics.jsonl").exists() else "not started"

@@ -57,9 +57,8 @@ def claim(folder: Path, name: str = LOCK) -> IO[str]:
 
 def gone(folder: Path) -> bool:
     """Whether whatever claimed the folder last was a process of this machine that has ended since."""
-    owners = [
-        path.read_text(encoding="utf-8") for path in folder.glob(".l*") if path.name in (LOCK, LAUNCHER)
-    ]
+    locks = [path for path in (folder / LOCK, folder / LAUNCHER) if path.is_file()]
+    owners = [path.read_text(encoding="utf-8", errors="replace") for path in locks]
     found = [re.fullmatch(r"pid (\d+) on (.*)", owner) for owner in owners]
     here = [int(owner[1]) for owner in found if owner and owner[2] == socket.gethostname()]
     return bool(here) and len(here) == len(owners) and not any(Path(f"/proc/{pid}").exists() for pid in here)

@@ -70,8 +70,8 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)}
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, where installed, prints to stdout
     if options.load:
-        print(json.dumps(load(options.load, options.folder)))
-        return
+        print(json.dumps(load(options.load, options.folder)), flush=True)
+        os._exit(0)  # a thread of gloo's may still hold a tensor, and Python on its way out aborts below it
     with tempfile.TemporaryDirectory() as folder:
         result = {"settings": vars(options), "imports": imports(options), **loading(options, Path(folder))}
         result["train"] = [first_step(Path(folder)) for _ in range(options.repeats)]

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcgrpo.arguments import parser
+from hpcgrpo.arguments import STARTED, parser
 
 USER_ERROR = 2  # exit code for what the user can mend
-OF_A_JOB = ("node", "ranks", "rank", "eval-task", "eval-merge", "eval-watch")  # their logs keep the traceback
 
 FROM_CHECKPOINT = "; the same command goes on from the last checkpoint"
 GOES_ON = {  # command -> what the same command does after an interruption
@@ -42,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"hpcgrpo: error: {line}", file=sys.stderr)
         return USER_ERROR
     except (PermissionError, NotADirectoryError) as error:
-        if os.environ.get("HPCGRPO_TRACEBACK") or arguments.command in OF_A_JOB or error.filename is None:
-            raise
+        if os.environ.get("HPCGRPO_TRACEBACK") or arguments.command in STARTED or error.filename is None:
+            raise  # the logs of a job keep the traceback
         from hpcgrpo.journal import why_denied
 
         print(f"hpcgrpo: error: {why_denied(error)}", file=sys.stderr)
@@ -124,12 +123,11 @@ def rank(arguments: argparse.Namespace) -> int:
     from hpcgrpo.launch import one_rank
 
     def body(run: Any, summary: Any) -> None:
-        from hpcgrpo import profile_run
-        from hpcgrpo.train import rank_main  # torch, after the log is set up
+        from hpcgrpo import profile_run, train  # torch, after the log is set up
 
-        rank_main(run, summary, profile_run.preparation(run))
+        train.rank_main(run, summary, profile_run.preparation(run))
 
-    one_rank.main(config.load(arguments.path), body)
+    return one_rank.main(config.load(arguments.path), body)
 
 
 def tiny_model(arguments: argparse.Namespace) -> int:
@@ -210,8 +208,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     on_slurm = arguments.executor == "slurm"
     if arguments.rolling:
         return command.follow_training(arguments.source, options, on_slurm=on_slurm)
-    run = command.queued if on_slurm else command.here
-    return run(arguments.source, options)
+    return (command.queued if on_slurm else command.here)(arguments.source, options)
 
 
 def eval_task(arguments: argparse.Namespace) -> int:
@@ -396,4 +393,8 @@ BODIES: dict[str, Callable[[argparse.Namespace], int]] = {
 }
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["rank"]:
+        from hpcgrpo.launch.one_rank import then_leave
+
+        then_leave(main)
     sys.exit(main())

@@ -417,3 +417,38 @@ def test_a_checkpoint_with_a_file_cut_short_does_not_count(tmp_path: Path) -> No
     (tmp_path / "checkpoints" / "checkpoint-10" / "trainer_state.json").write_text("{")
     assert newest_checkpoint(tmp_path, TrainConfig(max_steps=4))[0] == 4
     assert [p.name for p in checkpoint_folder.damaged(tmp_path / "checkpoints")] == ["checkpoint-10"]
+
+
+BUSY_AT_THE_END = """
+import atexit, sys, torch, torch.distributed as dist
+from hpcgrpo.launch.one_rank import then_leave
+
+def program():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for _ in range(1000):  # after `sys.exit(program())` a thread of gloo's would still let go of tensors: SIGABRT
+        dist.all_reduce(torch.ones(100_000), async_op=True)
+    atexit.register(print, "tidied up")
+    {end}
+
+then_leave(program)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("return 2", 2, ""),
+        ("sys.exit(143)", 143, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit('why it ended')", 1, "why it ended\n"),
+        ("raise RuntimeError('what went wrong')", 1, "RuntimeError: what went wrong\n"),
+    ],
+)
+def test_a_rank_ends_with_its_own_code_whatever_gloo_still_holds(end: str, code: int, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BUSY_AT_THE_END.format(end=end)], capture_output=True, text=True, timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (code, "tidied up\n"), done.stderr
+    assert done.stderr.endswith(said) and "terminate called" not in done.stderr

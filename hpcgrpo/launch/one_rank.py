@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,8 +20,8 @@ from hpcgrpo.launch.ranks import die_with_parent
 from hpcgrpo.sections import RunConfig
 
 
-def main(run: RunConfig, body: Callable[[RunConfig, IO[str]], None]) -> NoReturn:
-    """Run `body` as the rank that torchrun's variables name, its progress going to the second argument; then `leave`.
+def main(run: RunConfig, body: Callable[[RunConfig, IO[str]], None]) -> int:
+    """Run `body` as the rank that torchrun's variables name, its progress going to the second argument -> 0.
 
     What goes wrong is raised.
     """
@@ -36,23 +35,28 @@ def main(run: RunConfig, body: Callable[[RunConfig, IO[str]], None]) -> NoReturn
     try:
         with errors_noted(attempt, rank):
             body(run, summary)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        if any(thread.name == "ahead" for thread in threading.enumerate()):
-            leave(130 if isinstance(stop, KeyboardInterrupt) else stop.code)
-        raise
     except Exception:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(3)  # rank 0 most likely has the same to say, and its end ends this one
         raise
-    leave(0)
+    return 0
 
 
-def leave(code: object) -> NoReturn:
-    """End the process here, what libraries asked to do at exit done.
+def then_leave(program: Callable[[], int]) -> NoReturn:
+    """Run `program` and end the process with its exit code, what libraries asked to do at exit done.
 
-    Python would take torch apart below threads of its own and of ours, which now and then ends in
-    `terminate called without an active exception`.
+    Threads are left as they are. Python would take them apart: one of gloo's that lets go of a collective's tensors
+    needs Python for it, and ends in `terminate called without an active exception` where Python is on its way out.
     """
+    try:
+        code: object = program()
+    except SystemExit as stop:
+        code = stop.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

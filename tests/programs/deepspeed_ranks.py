@@ -23,6 +23,7 @@ from test_batching import made_groups
 
 from hpcgrpo import batching
 from hpcgrpo.algorithms import build
+from hpcgrpo.launch.one_rank import then_leave
 from hpcgrpo.learning import checkpoint, deepspeed
 from hpcgrpo.learning.deepspeed import DeepSpeedLearner
 from hpcgrpo.learning.fsdp import FsdpLearner, export
@@ -177,7 +178,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
     return {"third": third, "fourth": apart(load_file(folder / "fourth.safetensors"), weights(one))}
 
 
-def main() -> None:
+def main() -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     folder = Path(sys.argv[1])
@@ -185,7 +186,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         (folder / f"ranks{dist.get_world_size()}.json").write_text(json.dumps(found, indent=1))
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    then_leave(main)

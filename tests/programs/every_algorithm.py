@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from hpcgrpo import config, train
 from hpcgrpo.journal import read_metrics
 from hpcgrpo.launch import local
+from hpcgrpo.launch.one_rank import then_leave
 
 
 def main() -> int:
@@ -32,4 +33,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    then_leave(main)

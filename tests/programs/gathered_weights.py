@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).parent))
 from deepspeed_ranks import learner, share, step
 
-from hpcgrpo.launch.one_rank import leave
+from hpcgrpo.launch.one_rank import then_leave
 from hpcgrpo.learning import deepspeed
 from hpcgrpo.learning.deepspeed import DeepSpeedLearner
 from hpcgrpo.learning.fsdp import FsdpLearner
@@ -58,7 +58,7 @@ def grown(work: Callable[[], Any]) -> int:
     return min(after) - before
 
 
-def main() -> None:
+def main() -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     deepspeed.PERSISTENT_ELEMENTS = 0  # nothing that is meant to stay whole
@@ -74,8 +74,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(json.dumps(found))
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
-    leave(0)  # as ranks do
+    then_leave(main)

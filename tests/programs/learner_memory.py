@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hpcgrpo import profiler
 from hpcgrpo.algorithms import build
+from hpcgrpo.launch.one_rank import then_leave
 from hpcgrpo.learning.fsdp import FsdpLearner
 from hpcgrpo.planner.memory import Rows
 from hpcgrpo.planner.trace import fake_rows
@@ -70,7 +71,7 @@ def grown(case: dict[str, Any]) -> int:
     return int(profiler.peak_memory_gb() * 1e9) - before
 
 
-def main() -> None:
+def main() -> int:
     dist.init_process_group("gloo") if dist.is_torchelastic_launched() else dist.init_process_group(
         "gloo", store=dist.HashStore(), rank=0, world_size=1
     )
@@ -82,7 +83,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(json.dumps(found))
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    then_leave(main)

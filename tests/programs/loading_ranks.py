@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from hpcgrpo.launch.one_rank import then_leave
 from hpcgrpo.learning import fsdp
 from hpcgrpo.learning.weights import Weights, find_weights
 
@@ -51,13 +52,14 @@ def compared(folder: str) -> dict[str, Any]:
     return {"equal": bool(equal), "held": held, "all": sum(p.numel() * 4 for p in ours.parameters())}
 
 
-def main() -> None:
+def main() -> int:
     dist.init_process_group("gloo")
     found = [compared(folder) for folder in sys.argv[1:]]
     if dist.get_rank() == 0:
         print(json.dumps(found))
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    then_leave(main)

@@ -11,6 +11,7 @@ import sys
 from hpcgrpo import config, train
 from hpcgrpo.journal import read_metrics
 from hpcgrpo.launch import local
+from hpcgrpo.launch.one_rank import then_leave
 
 
 def main() -> int:
@@ -24,4 +25,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    then_leave(main)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from hpcgrpo.algorithms import build
+from hpcgrpo.launch.one_rank import then_leave
 from hpcgrpo.learning.deepspeed import DeepSpeedLearner
 from hpcgrpo.planner import shapes
 from hpcgrpo.planner.memory import Rows
@@ -86,14 +87,15 @@ def counted(case: dict[str, Any]) -> int:
     return count.peak_total
 
 
-def main() -> None:
+def main() -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = [counted(case) for case in json.loads(Path(sys.argv[1]).read_text())]
     if dist.get_rank() == 0:
         print(json.dumps(found))
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    then_leave(main)

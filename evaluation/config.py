@@ -7,19 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from hpcgrpo.config_file import ConfigError, expand
-from hpcgrpo.sections import ClusterConfig
+from hpcgrpo.sections import ClusterConfig, Section
 
 TEXTS = ("system_prompt", "prompt_template", "chat_template")  # keys whose value is never read as YAML
 PATHS = ("benchmarks", "data_dir", "chat_template")  # keys in which environment variables are expanded
 
 
-class EvaluationConfig(BaseModel):
+class EvaluationConfig(Section):
     """An evaluation. A sampling key that is null is the preset's, or without a preset the benchmark's own."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     benchmarks: tuple[str, ...] = Field(min_length=1)  # names, or NAME=FILE.jsonl of your own
     preset: str | None = None  # a paper's protocol: igrpo, cppo, codistill
@@ -51,7 +49,7 @@ class EvaluationConfig(BaseModel):
     vllm_request_timeout: float = Field(14400.0, gt=0)  # seconds for one completion
     vllm_max_concurrency: int = Field(256, ge=1)  # requests in flight at once
     grader_processes: int | None = Field(None, ge=1)  # null: the machine's cores, at most 8
-    shards: dict[str, int] = {}  # benchmark -> elements of the Slurm array that share its problems
+    shards: dict[str, int] = Field({})  # benchmark -> elements of the Slurm array that share its problems
     cluster: ClusterConfig = ClusterConfig()  # of one element of the array: one node
 
 

@@ -38,6 +38,7 @@ def rollout_metrics(credited: Credited, progress: Progress) -> dict[str, float]:
         **_lengths("completions", rollouts),
         **_drafts(credited, drafts),
         **_hints(rollouts),
+        **_unscored(rollouts),
     }
 
 
@@ -53,6 +54,12 @@ def _hints(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """The share of completions that the peer began."""
     hinted = sum(r.completion.hint_length > 0 for r in rollouts)
     return {"completions/hinted": hinted / len(rollouts)} if hinted else {}
+
+
+def _unscored(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The share of completions that no reward applies to: all gave None, and the reward counts as 0."""
+    unscored = sum(all(value is None for value in r.score.parts.values()) for r in rollouts)
+    return {"completions/unscored": unscored / len(rollouts)} if unscored else {}
 
 
 def _parts(rollouts: Sequence[Rollout]) -> dict[str, float]:

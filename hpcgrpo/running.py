@@ -29,6 +29,10 @@ from hpcgrpo.sections import RunConfig
 from hpcgrpo.trainer import StepRecord, Trainer
 from hpcgrpo.types import Prompt, Stopped
 
+UNSCORED = (
+    "every reward gave None for every completion, which counts as 0: nothing is learned from such a step. A reward"
+    " gives None where it does not apply; let at least one give a number"
+)
 SLOWEST_OF = 5  # steps whose slowest stands for the next one
 
 
@@ -288,6 +292,7 @@ def lead(run: Run) -> None:
         )
     profile = run.trainer.profile
     profile.held_before_seconds = held_before_seconds(run)
+    told_unscored = False
     with ProgressLine(run.counts.max_steps, max(0, resumed), config.name, run.summary) as progress:
         for record in steps(run):
             check_lease(run)
@@ -300,6 +305,9 @@ def lead(run: Run) -> None:
                     write_profile(run, record.metrics)
             if record.step == 0 and (warning := transfer_warning(record.metrics, len(run.held_out))):
                 print(f"warning: {warning}", file=run.summary, flush=True)
+            if record.metrics.get("completions/unscored") == 1.0 and not told_unscored:
+                told_unscored = True
+                print(f"warning: step {record.step}: {UNSCORED}", file=run.summary, flush=True)
             if record.credited is not None:
                 progress.step(record.step, record.metrics)
 

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from hpcgrpo import algorithms
 from hpcgrpo.algorithms.base import Algorithm
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """What every part of a YAML file has in common: unknown keys are refused, and true and false as numbers."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_for_a_number(cls, value: Any, field: ValidationInfo) -> Any:
+        annotation = cls.model_fields[field.field_name or ""].annotation
+        kinds = get_args(annotation) or (annotation,)
+        if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
+            raise ValueError(f"{str(value).lower()} is not a number")
+        return value
 
-class DataConfig(_Section):
+
+class DataConfig(Section):
     """Where the questions come from. One of `preset`, `path`, `name`, or `preset` with `path`."""
 
     preset: str | None = None  # gsm8k, math, acereason_math, openr1_math_220k, or a generated task
@@ -40,7 +51,7 @@ class DataConfig(_Section):
         return {**named, **self.options}
 
 
-class GenerationConfig(_Section):
+class GenerationConfig(Section):
     """How the policy is sampled."""
 
     backend: Literal["transformers", "vllm"] = "transformers"
@@ -89,7 +100,7 @@ class GenerationConfig(_Section):
         return self
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """The learner. One step samples `generation_batch_size` completions and trains on them."""
 
     per_device_train_batch_size: int | None = Field(None, ge=1)  # completions (not prompts) per rank and pass
@@ -122,7 +133,7 @@ class TrainConfig(_Section):
     logprob_chunk_bytes: int | None = Field(2**26, ge=2**16)  # float32 logits held at once; None: by memory
 
 
-class EvalConfig(_Section):
+class EvalConfig(Section):
     """Held-out questions answered every so often, greedy, alone and after a draft of the policy's own."""
 
     data: DataConfig
@@ -137,7 +148,7 @@ class EvalConfig(_Section):
     refine_template: str | None = None  # None: iGRPO's own, else its default
 
 
-class PeerConfig(_Section):
+class PeerConfig(Section):
     """The other policy: CoDistill's large one, which trains too, or the frozen teacher of kdrl and opd."""
 
     model_name_or_path: str
@@ -146,7 +157,7 @@ class PeerConfig(_Section):
     vllm_tensor_parallel_size: int | None = Field(None, ge=1)  # None: generation.vllm_tensor_parallel_size
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(Section):
     """Where it runs. On one machine: `nproc_per_node` learner ranks under torchrun. Slurm's keys are submitit's."""
 
     nodes: int = Field(1, ge=1)
@@ -191,7 +202,7 @@ class ClusterConfig(_Section):
         return self.learn_nodes * self.ranks_per_node
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """Everything that describes a run; what can be computed from it is in `arithmetic`."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")

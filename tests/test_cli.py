@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import hpcgrpo, write_config
+from runs import hpcgrpo, metrics, write_config
 
 from hpcgrpo import cli
 
@@ -173,6 +173,26 @@ def test_a_damaged_model_and_a_reward_that_exits_end_the_run_with_a_message(
     (tmp_path / "rewards.py").write_text("import sys\ndef leave(completions, **columns):\n    sys.exit(0)\n")
     reward = f"rewards={{'{tmp_path}/rewards.py:leave': 1.0}}"
     assert "reward leave raised SystemExit" in refused("train", str(config), reward, output)
+
+
+@pytest.mark.slow
+def test_a_run_that_no_reward_scores_says_so_once(tmp_path: Path) -> None:
+    """Steps 1 and 2 get a number, the others None: 0 as reward, told once, and counted in each step's metrics."""
+    (tmp_path / "rewards.py").write_text(
+        "calls = []\ndef early(completions, **columns):\n    calls.append(1)\n"
+        "    return [float(i) if len(calls) <= 2 else None for i in range(len(completions))]\n"
+    )
+    done = hpcgrpo(
+        "train", str(write_config(tmp_path)), f"output_dir={tmp_path}", "report_to=[]", "train.max_steps=4",
+        "train.num_iterations=1", "algorithm={name: grpo, num_generations: 4}",
+        f"rewards={{'{tmp_path}/rewards.py:early': 1.0}}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    steps = metrics(tmp_path / "run")
+    assert [step.get("completions/unscored") for step in steps] == [None, None, 1.0, 1.0]
+    assert [step["reward"] for step in steps] == [3.5, 3.5, 0.0, 0.0]
+    assert done.stderr.count("every reward gave None for every completion") == 1
+    assert "warning: step 3: " in done.stderr
 
 
 @pytest.mark.slow

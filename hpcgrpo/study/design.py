@@ -9,42 +9,38 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from hpcgrpo import config
 from hpcgrpo.config import ConfigError
 from hpcgrpo.config_file import Layer, Tree, override, read
-from hpcgrpo.sections import RunConfig
+from hpcgrpo.sections import RunConfig, Section
 from hpcgrpo.study.cells import Axis, Cell, build_axes, build_cells, near, refuse_hidden
 
 REDUCERS = ("first", "last", "mean", "median", "min", "max", "sum")
 WAYS = f"write one of {', '.join(REDUCERS)}, or {{last: n}} or {{first: n}} for a mean over n lines"
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Prepare(_Section):
+class Prepare(Section):
     """A command that makes what runs need; `{axis}` stands for the axis's label."""
 
     run: str
     creates: str | None = None  # a path; where it exists, the command is not run again
 
 
-class Published(_Section):
+class Published(Section):
     """A table of a paper, shown beside the study's own."""
 
     table: str
     rows: dict[str, dict[str, float | str | None]]
 
 
-class StudyFile(_Section):
+class StudyFile(Section):
     """The keys of a study's file."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     base: str | None = None  # a run's YAML, relative to this file
-    set: dict[str, Any] = {}  # overrides for every run
+    set: dict[str, Any] = Field({})  # overrides for every run
     axes: dict[str, dict[str, dict[str, Any]] | list[Any]] = Field(min_length=1)
     skip: tuple[dict[str, Any], ...] = ()
     prepare: tuple[Prepare, ...] = ()

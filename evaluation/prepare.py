@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,16 @@ class Prepared:
     @property
     def longest_prompt(self) -> int:
         return max(len(p.token_ids) for p in self.prompts.values())
+
+    @property
+    def grader(self) -> str:
+        """Hash of the grader's version."""
+        return _hash(json.dumps(self.settings["grader"]))
+
+    @cached_property
+    def asked(self) -> Mapping[str, str]:
+        """Hash of each problem's question and answer, by its id."""
+        return {p.id: _hash(json.dumps([p.question, str(p.gold)])) for p in self.problems}
 
     def share(self, shard: tuple[int, int]) -> Sequence[Problem]:
         """The problems of a shard."""

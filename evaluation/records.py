@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,42 @@ QUEUED = 4096  # completions that may wait to be graded before sampling waits
 
 
 def records(folder: Path, prepared: Prepared) -> dict[tuple[str, int], Sample]:
-    """What is known already, of whichever shard, by problem and number."""
+    """What is known already, of whichever shard, by problem and number; of two the one that this grader graded."""
     wanted = {p.id for p in prepared.problems}
     found: dict[tuple[str, int], Sample] = {}
     for path in sorted((folder / prepared.benchmark.name).glob("samples*.jsonl")):
         for s in samples.read(path):
-            if s.problem in wanted and s.sample < prepared.protocol.num_samples:
-                found[s.problem, s.sample] = s
+            key = s.problem, s.sample
+            if s.problem not in wanted or s.sample >= prepared.protocol.num_samples:
+                continue
+            if key not in found or s.grader == prepared.grader or found[key].grader != prepared.grader:
+                found[key] = s
     return found
+
+
+def regrade(folder: Path, prepared: Prepared, shard: tuple[int, int], grader: Grader) -> int:
+    """Grade a shard's records of another version of the grader again, into new records -> how many there were."""
+    mine = {p.id: p for p in prepared.share(shard)}
+    old = [
+        s
+        for s in records(folder, prepared).values()
+        if s.problem in mine and s.grader != prepared.grader and s.outcome != "unanswered"
+    ]
+    for start in range(0, len(old), GRADED_AT_ONCE):
+        batch = old[start : start + GRADED_AT_ONCE]
+        verdicts = judging.judge(
+            [mine[s.problem] for s in batch],
+            [s.text for s in batch],
+            grader,
+            require_box_or_tag=prepared.require_box_or_tag,
+        )
+        again = [
+            replace(s, outcome=v.outcome, answer=v.answer, grader=prepared.grader)
+            for s, v in zip(batch, verdicts, strict=True)
+        ]
+        with _appended(file_of(folder, prepared, shard)) as out:
+            out.write(samples.to_lines(again))
+    return len(old)
 
 
 def missing(
@@ -73,7 +101,7 @@ def keep_settings(folder: Path, prepared: Prepared) -> None:
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
         changed = sorted(_differences(before["fixed"], prepared.settings["fixed"]))
-        changed += _other_problems(before, prepared.settings)
+        changed += _other_problems(folder, prepared)
         if changed:
             raise ConfigError(
                 f"{path.parent}: holds results of other settings ({', '.join(changed)}); set them back, name another"
@@ -82,12 +110,12 @@ def keep_settings(folder: Path, prepared: Prepared) -> None:
     write_atomically(path, json.dumps(prepared.settings, indent=1) + "\n")
 
 
-def _other_problems(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """As many as before, but others. Another number is a smaller or larger subset, and those lie in one another."""
-    key = "problems_sha256"
-    if before.get("num_problems") != now["num_problems"] or before.get(key) == now[key]:
-        return []
-    return [f"the problems, {key}: {before.get(key)} before, {now[key]} now"]
+def _other_problems(folder: Path, prepared: Prepared) -> list[str]:
+    """Answered before as something else under the same id."""
+    known = {s.problem: s.asked for s in records(folder, prepared).values() if s.asked}
+    others = sorted(name for name, asked in known.items() if asked != prepared.asked[name])
+    many = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    return [f"the question or the answer of {', '.join(others[:3])}{many}"] if others else []
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -186,6 +214,8 @@ class Recorder:
                 finish_reason=completion.finish_reason,
                 num_tokens=len(completion.token_ids),
                 text=completion.text,
+                asked=self.prepared.asked[self.todo[number][0]],
+                grader=self.prepared.grader,
             )
             for (number, completion), verdict in zip(batch, verdicts, strict=True)
         ]

@@ -22,7 +22,7 @@ from evaluation.config import EvaluationConfig
 from evaluation.prepare import Prepared, Say, load_model, prepare, requests
 from evaluation.progress import Progress
 from evaluation.published import Side
-from evaluation.records import Recorder, file_of, keep_settings, missing, read_result, records
+from evaluation.records import Recorder, file_of, keep_settings, missing, read_result, records, regrade
 from evaluation.scripts import STOPPED
 from evaluation.source import Source
 from evaluation.task import Task
@@ -59,6 +59,7 @@ def evaluate(
         grader = held.enter_context(_grader(config))
         for one in prepared:
             keep_settings(folder, one)
+            _regrade(folder, one, shard, grader, say)
         todo = [(one, missing(folder, one, shard, again=True)) for one in prepared]
         todo = [(one, left) for one, left in todo if left]
         if todo and stopping():
@@ -81,6 +82,12 @@ def evaluate(
                         sampler.stream(recorder.asked, sampling, recorder.arrived)
         whole = [one for one in prepared if not missing(folder, one, WHOLE, again=False)]
         return [finish(folder, one, grader, say=say) for one in whole]
+
+
+def _regrade(folder: Path, prepared: Prepared, shard: tuple[int, int], grader: Grader, say: Say) -> None:
+    name = prepared.benchmark.name
+    if number := regrade(folder, prepared, shard, grader):
+        say(f"{name}: {number} completions that another version of the grader had graded were graded again")
 
 
 @contextmanager
@@ -276,6 +283,7 @@ def _merged(folder: Path, first: Task) -> dict[str, Any]:
         total = len(prepared.problems) * prepared.protocol.num_samples
         raise ConfigError(f"{len(left)} of {total} samples are missing; the same command goes on")
     with _grader(first.config) as grader:
+        _regrade(folder, prepared, WHOLE, grader, say)
         return finish(folder, prepared, grader, say=say)
 
 

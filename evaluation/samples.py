@@ -25,6 +25,8 @@ class Sample:
     finish_reason: Literal["stop", "length", "abort"]  # length: truncated
     num_tokens: int
     text: str
+    asked: str = ""  # hash of the question and its answer; empty in records of a version that kept none
+    grader: str = ""  # hash of the grader's version, likewise
 
     @property
     def right(self) -> bool:

@@ -175,13 +175,50 @@ def test_more_problems_join_those_that_are_there(
         samples.append((tmp_path / "out" / "mine" / "samples.jsonl").read_text())
     assert samples[1].startswith(samples[0]) and [s.count("\n") for s in samples] == [2, 5]
     file.write_text("".join(json.dumps({**row, "problem": "other"}) + "\n" for row in rows))
-    with pytest.raises(ConfigError, match="problems_sha256"):
+    with pytest.raises(
+        ConfigError, match=r"the question or the answer of mine-0, mine-2, mine-3 and 2 more\)"
+    ):
         command.here(str(model), options)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = capsys.readouterr().err
     fewer = command.Options(overrides=(*mine, "max_problems=2"), output_dir=str(tmp_path / "out"))
     assert command.here(str(model), fewer) == 0 and "is replaced" not in said
     assert "mine.json: the result of 5 problems is replaced by that of 2" in capsys.readouterr().err
+    asked = {
+        json.loads(line)["problem"] for line in samples[0].splitlines()
+    }  # the smaller subset alone is as it was
+    kept = [row if f"mine-{i}" in asked else {**row, "answer": "9"} for i, row in enumerate(rows)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    assert command.here(str(model), fewer) == 0
+    with pytest.raises(ConfigError, match="the question or the answer of mine-"):
+        command.here(str(model), options)
+
+
+def test_records_of_another_grader_are_graded_again(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The text is kept, so a verdict is never of an older grader than the result says; nothing is sampled anew."""
+    file, out = tmp_path / "mine.jsonl", tmp_path / "out"
+    file.write_text("".join(json.dumps({"problem": f"{i}", "answer": str(i)}) + "\n" for i in range(4)))
+    options = command.Options(
+        overrides=(f"benchmarks=mine={file}", *CHAIN[1:], "num_samples=1", "temperature=1.0"),
+        output_dir=str(out),
+    )
+    assert command.here(str(model), options) == 0
+    path = out / "mine" / "samples.jsonl"
+    now = [json.loads(line) for line in path.read_text().splitlines()]
+    before = [{**s, "outcome": "error", "answer": "?", "grader": "older"} for s in now[:3]]
+    unmarked = {k: v for k, v in now[3].items() if k not in ("grader", "asked")} | {"outcome": "error"}
+    path.write_text("".join(json.dumps(s) + "\n" for s in [*before, unmarked]))
+    capsys.readouterr()
+    for said in ("mine: 4 completions that another version of the grader had graded were graded again", ""):
+        assert command.here(str(model), options) == 0
+        found = capsys.readouterr().err
+        assert said in found and ("graded again" in found) == bool(said)
+        assert json.loads((out / "mine.json").read_text())["summary"]["counts"]["error"] == 0
+    after = [json.loads(line) for line in path.read_text().splitlines()]
+    assert after[:4] == [*before, unmarked]
+    assert after[4:7] == now[:3] and after[7] == {**now[3], "asked": ""}
 
 
 def test_the_summary_is_of_all_results_in_the_folder(model: Path, tmp_path: Path) -> None:

@@ -203,8 +203,9 @@ def fill(disk: Path) -> Path:
 @pytest.mark.long
 def test_scancel_then_the_time_limit(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
     """A cancelled run leaves nothing and goes on once submitted again; one too long for its job goes on by itself."""
+    step_seconds = 130 / STEPS  # more than the job's 120 s in all, however fast the machine is
     config = write_cluster_config(
-        folder, name="limited", nodes=2, steps=STEPS, save_steps=100, step_seconds=9
+        folder, name="limited", nodes=2, steps=STEPS, save_steps=100, step_seconds=step_seconds
     )
     limited = Suffering(cluster, config)
     limited.reach(1)

@@ -166,13 +166,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     (held,) = ports.take(1, str(os.getpid()), ADDRESS)
     plan = serve.ServePlan(str(folder / "model"), "float32", 128, 1, 1, 0.85, 2**26, True, 0, kind)
     engines = serve.Engines(
-        plan,
-        address=ADDRESS,
-        ports=[held.port],
-        secret_file=secret_file,
-        log_folder=folder,
-        timeout_seconds=600.0,
-    )
+        plan, address=ADDRESS, ports=[held.port], secret_file=secret_file, log_folder=folder, timeout_seconds=600.0,
+    )  # fmt: skip
 
     def make(transport: Any) -> WeightSync:
         return WeightSync(

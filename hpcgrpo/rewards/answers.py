@@ -10,6 +10,7 @@ import unicodedata
 from collections.abc import Callable
 
 from hpcgrpo.rewards.numbers import numbers_equal, ratio_value
+from hpcgrpo.rewards.units import FONTS, embraced, other_unit, unit_marked, with_unit
 
 MAX_LENGTH = 1_000  # characters; what is longer is no final answer
 
@@ -107,10 +108,6 @@ _SYMBOLS = {
     "Λ": r"\Lambda ",
 }
 _BEFORE = str.maketrans({"ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}"})
-_FONT = (
-    r"\\(?:math(?:rm|bf|it|sf|cal|normal)|bm|boldsymbol|operatorname|[mh]box|text(?:rm|bf|it|normal|sf|tt)?)"
-)
-_FONTS = re.compile(_FONT + r"\s*\{([^{}]*)\}")
 _END = r"(?![a-zA-Z])"  # of a command's name
 _LATEX: list[tuple[re.Pattern[str], str]] = [  # in this order
     (re.compile(r"\s+"), " "),
@@ -171,46 +168,6 @@ _SPACED_DIGITS = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _ORDINAL = re.compile(r"(?<=\d)\s*\^?\s*\{?\s*(?:st|nd|rd|th)\s*\}?$")
 _PMOD = re.compile(r"\s*\\pmod\s*\{[^{}]*\}\s*$")
 
-_SHORT_UNITS = (
-    "cm|mm|km|dm|nm|m|kg|mg|g|ft|in|yd|mi|lbs?|oz|hrs?|min|sec|s|ms|mph|kmh|kph|sq|cu|ml|mL|L|W|J|N|V|Hz|day|men"
-    "|AM|PM|rad|deg|erg|mol|k?Pa|atm|[GMk]?eV|k[JNW]|MW|[GMk]Hz|AU|k?pc|Mpc|yrs?|rpm|dB|K|USD|EUR|GBP|INR"
-)
-_NO_UNITS = (
-    "percent|infty|sqrt|frac|ldots|when|where|otherwise|else|times|choose|over|with|than|except|"
-    "alpha|beta|gamma|delta|epsilon|theta|lambda|sigma|omega|phi|infinity"
-)
-_UNIT_WORD = rf"(?:(?:{_SHORT_UNITS})(?![A-Za-z])|(?!(?:{_NO_UNITS})(?![A-Za-z]))[A-Za-z]{{4,}}(?![A-Za-z]))"
-_UNIT = re.compile(
-    rf"^(?P<value>.*[\d}})%])(?!\w(?![A-Za-z]))\s*"  # 10m may be ten times m, 10 m is a length
-    rf"(?P<unit>{_UNIT_WORD}"
-    rf"(?:\s*[/^. -]?\s*\{{?(?:(?!(?:or|and)\b)[A-Za-z]{{2,}}|-?\d)\}}?|/[A-Za-z](?![A-Za-z]))*"
-    rf"|\((?:{_UNIT_WORD})(?:[ /^]*(?:{_UNIT_WORD}|per|\d))*\)|\\(?:Omega|mu\s*[mgsFCJ]|AA))\s*$"
-)
-_MARKED = re.compile(r"^(?P<value>.*\S)\s*\\unit\{(?P<unit>[^{}]*)\}$")
-_GROUP = r"\\(?:text(?:rm|bf|it|normal)?|mathrm|[mh]box)\s*\{[^{}]*\}(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
-_UNIT_CHAIN = re.compile(rf"(?:\\mu\s*)?{_GROUP}(?:\s*(?:\\cdot|/|\.)?\s*{_GROUP})*\s*[.,]?\s*$")
-_SENTENCE = re.compile(
-    r"[^A-Za-z]*(?:or|and|if|when|where|for|is|are|was|not|no|mod|except|unless|than|to|such|with|where|otherwise"
-    r"|[ap]\.?\s?m\b|AM|PM)\b",
-    re.I,
-)
-_OWN_LETTER = re.compile(r"[eijdxyznk]")
-_VALUE_END = re.compile(r"(?:[\d)}\]%]|(?<![A-Za-z\\])[A-Za-z]|\\(?:pi|circ|alpha|theta|lambda))$")
-# unit -> (what it measures, its one name): amounts in two units of one kind are not compared
-_KINDS = {
-    "length": "mm|cm centimeter|m meter|km kilometer|in inch inche|ft foot feet|yd yard|mi mile",
-    "time": "s sec second|min minute|h hr hour|day|week|month|year yr",
-    "money": "cent|dollar usd|euro eur",
-    "half of the day": "am|pm",
-    "mass": "mg|g gram|kg kilogram|lb pound|oz ounce|ton",
-}
-_KNOWN_UNITS = {
-    alias: (kind, group.split()[0])
-    for kind, groups in _KINDS.items()
-    for group in groups.split("|")
-    for alias in group.split()
-}
-
 
 def clean(text: str) -> str:
     """Unicode made plain: digits of any script, superscripts as powers, no control or format characters."""
@@ -243,9 +200,9 @@ def tidy(text: str) -> str:
     text = last_box(text) or text
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
-    text = _unframed(_unit_marked(_unframed(text)))
+    text = _unframed(unit_marked(_unframed(text)))
     for _ in range(4):  # fonts inside fonts
-        text, replaced = _FONTS.subn(r"\1", text)
+        text, replaced = FONTS.subn(r"\1", text)
         if not replaced:
             break
     for pattern, spelling in _SPELLINGS:
@@ -271,63 +228,6 @@ def _unframed(text: str) -> str:
     return choice.group(1) if choice else text
 
 
-def _unit_marked(text: str) -> str:
-    r"""`10\text{ cm}^2` -> `10 \unit{cm^2}`, unless the words are a sentence's or the letter an own one."""
-    chain = _UNIT_CHAIN.search(text)
-    if chain is None or not chain.start():
-        return text
-    value, words = text[: chain.start()].rstrip(), _FONTS.sub(r"\1", chain.group()).strip()
-    glued = chain.start() == len(value) and not re.search(r"\{\s", chain.group()[:12])
-    if (
-        not _VALUE_END.search(value)
-        or not re.search(r"\d|\\pi|\\sqrt", value)
-        or _SENTENCE.match(words)
-        or (glued and _OWN_LETTER.fullmatch(words))
-        or not embraced(value)
-        or words.strip("()") == "%"
-    ):
-        return text
-    return f"{value} \\unit{{{words.translate({ord(c): None for c in '{}'})}}}"
-
-
-def embraced(inner: str) -> bool:
-    """Whether no bracket of the text closes one from before it."""
-    depth = 0
-    for char in inner:
-        depth += (char in "([{") - (char in ")]}")
-        if depth < 0:
-            return False
-    return True
-
-
-def with_unit(text: str) -> tuple[str, str]:
-    """`10 cm^2` -> (`10`, `cm^2`); a unit is marked as one, a known short one or words of four letters and more
-    after a number."""
-    match = _MARKED.match(text) or _UNIT.match(text)
-    if match is None or not (r"\unit" in text or re.search(r"\d", match["value"])):
-        return text, ""
-    if match["unit"] in ("AM", "PM") and ":" in text:
-        return text, ""
-    return match["value"].strip(), match["unit"].strip()
-
-
-def without_unit(text: str) -> str:
-    """`10 cm^2` -> `10`."""
-    return with_unit(text)[0]
-
-
-def _other_unit(gold: str, prediction: str) -> bool:
-    """Whether both are known units of one kind and not the same one, or to another power."""
-    powers = [re.search(r"\d", unit) for unit in (gold, prediction)]
-    if powers[0] and powers[1] and powers[0].group() != powers[1].group():
-        return True
-    found = []
-    for unit in (gold, prediction):
-        word = re.sub(r"[^A-Za-z].*", "", unit.lower())
-        found.append(_KNOWN_UNITS.get(word) or _KNOWN_UNITS.get(word.removesuffix("s")))
-    return None not in found and found[0][0] == found[1][0] and found[0] != found[1]  # type: ignore[index]
-
-
 # ------------------------------------------------------------------------------------------------ verdicts
 
 
@@ -340,7 +240,7 @@ def settle(gold: str, prediction: str) -> bool | None:
     if len(prediction) > MAX_LENGTH or len(gold) > MAX_LENGTH:
         return False
     (gold, unit), (prediction, other) = with_unit(gold), with_unit(prediction)
-    if unit and other and _other_unit(unit, other):
+    if unit and other and other_unit(unit, other):
         return False
     values = [gold, prediction]
     percent = [text.endswith("%") for text in values]

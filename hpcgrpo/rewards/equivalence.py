@@ -15,7 +15,7 @@ from typing import Any
 import sympy
 
 from hpcgrpo.rewards import expressions
-from hpcgrpo.rewards.answers import pmod_free, settle, tidy, without_unit
+from hpcgrpo.rewards.answers import pmod_free, settle, tidy
 from hpcgrpo.rewards.formulas import by_math_verify, formulas_equal, sample_points, tree_of, value_at
 from hpcgrpo.rewards.notations import (
     NAME,
@@ -29,6 +29,7 @@ from hpcgrpo.rewards.notations import (
     split,
     tokens_of,
 )
+from hpcgrpo.rewards.units import without_unit
 
 _TRIG = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _ORDERS = ("<", ">", r"\leq", r"\geq")

@@ -36,8 +36,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from hpcgrpo.rewards.answers import MAX_LENGTH, settle, tidy, without_unit
+from hpcgrpo.rewards.answers import MAX_LENGTH, settle, tidy
 from hpcgrpo.rewards.numbers import decimal_value
+from hpcgrpo.rewards.units import without_unit
 
 Outcome = Literal["right", "wrong", "unparsed", "timeout", "error"]
 Question = tuple[str, str, float | None]  # reference, prediction, tolerance

@@ -6,7 +6,8 @@ import re
 from fractions import Fraction
 
 from hpcgrpo.rewards import expressions
-from hpcgrpo.rewards.answers import embraced, settle
+from hpcgrpo.rewards.answers import settle
+from hpcgrpo.rewards.units import embraced
 
 _OPENING, _CLOSING = "([{", ")]}"
 _RELATION = re.compile(r"(\\leq|\\geq|\\neq?(?![a-z])|\\equiv|\\approx|<|>|=)")

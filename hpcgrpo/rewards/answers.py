@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable
+from fractions import Fraction
 
 from hpcgrpo.rewards.numbers import numbers_equal, ratio_value
-from hpcgrpo.rewards.units import FONTS, embraced, other_unit, unit_marked, with_unit
+from hpcgrpo.rewards.units import FONT, FONTS, FORMULA_FONTS, embraced, other_unit, unit_marked, with_unit
 
 MAX_LENGTH = 1_000  # characters; what is longer is no final answer
 
@@ -67,6 +68,7 @@ def extract_answer(text: str, *, require_box_or_tag: bool = True) -> str | None:
 
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉", "0123456789-0123456789")
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+_VULGAR = re.compile("[¼-¾⅐-⅞]")
 _SUBSCRIPT = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _SYMBOLS = {
     "π": r"\pi ",
@@ -94,6 +96,7 @@ _SYMBOLS = {
     "∈": r"\in ",
     "∠": r"\angle ",
     "°": r"^\circ ",
+    "¢": r"\text{ cents}",
     "∅": r"\emptyset ",
     "⌊": r"\lfloor ",
     "⌋": r"\rfloor ",
@@ -107,15 +110,49 @@ _SYMBOLS = {
     "λ": r"\lambda ",
     "Λ": r"\Lambda ",
 }
-_BEFORE = str.maketrans({"ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}"})
+_BEFORE = str.maketrans(
+    {"º": "°", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}"}
+)
 _END = r"(?![a-zA-Z])"  # of a command's name
-_LATEX: list[tuple[re.Pattern[str], str]] = [  # in this order
+
+
+def _rows_listed(match: re.Match[str]) -> str:
+    """The rows of `aligned`, `cases`, ... as a list; a definition by cases, which has conditions, stays."""
+    if "&" in match.group(1) and "cases" in match.group():
+        return match.group()
+    rows = [row.replace("&", "").strip() for row in re.split(r"\\\\(?:\[[^\]]*\])?", match.group(1))]
+    return ", ".join(row.rstrip(",;") for row in rows if row)
+
+
+def _scaled(match: re.Match[str]) -> str:
+    r"""`1.5 million` -> `1.5 \times 10^{6}`; the font command that the word stands in stays."""
+    return rf" \times 10^{{{_MAGNITUDES[match.group(2)]}}}{match.group(1) or ''} "
+
+
+_MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_Spelling = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
+_LATEX: list[_Spelling] = [  # in this order
     (re.compile(r"\s+"), " "),
+    (re.compile(r"\\[hv]?phantom\s*\{[^{}]*\}|\\[hv]space\*?\s*\{[^{}]*\}"), " "),
+    (re.compile(r"\\(?:enspace|thinspace|thickspace|medspace)" + _END), " "),
+    (
+        re.compile(r"\\begin\s*\{(?:aligned|align\*?|gathered|split|cases)\}(.*?)\\end\s*\{[a-z*]+\}"),
+        _rows_listed,
+    ),
+    (
+        re.compile(r"\\left\s*\\\{\s*\\begin\s*\{array\}\s*\{[lcr]+\}(.*?)\\end\s*\{array\}\s*\\right\s*\."),
+        _rows_listed,
+    ),
     (re.compile(r"\\!\s*"), ""),
     (re.compile(r"(?<![A-Za-z])\{\s*([,:])\s*\}"), r"\1"),
     (re.compile(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))"), ""),
     (re.compile(r"(?<!\\)\\(?:[,;: ]|quad\b|qquad\b)|~"), " "),
-    (re.compile(r"\\[$]|[$€£¥]|\\\(|\\\)|^\s*\\\[|\\\]\s*$"), ""),
+    (
+        re.compile(
+            r"\\[$]|\\textdollar(?![a-z])|[$€£¥]|\b(?:USD|EUR|GBP)\s*(?=\d)|\\\(|\\\)|^\s*\\\[|\\\]\s*$"
+        ),
+        "",
+    ),
     (re.compile(r"\\(?:left|right)\s*\.(?!\d)|\\(?:left|right|[bB]igg?[lrm]?)" + _END), ""),
     (re.compile(r"\\[dtc]frac" + _END), r"\\frac"),
     (re.compile(r"\\[dt]binom" + _END), r"\\binom"),
@@ -126,18 +163,29 @@ _LATEX: list[tuple[re.Pattern[str], str]] = [  # in this order
     (re.compile(r"\{\s*([^{}]+?)\s*\\over" + _END + r"\s*([^{}]+?)\s*\}"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\(?:displaystyle|textstyle|limits|bf|rm|[lL]arge|LARGE|huge)" + _END), ""),
     (re.compile(r"\\(?:text)?color\s*\{[^{}]*\}"), ""),
+    (re.compile(rf"(?<=\d)\s*({FONT}\s*\{{\s*)?\b({'|'.join(_MAGNITUDES)})\b\s*"), _scaled),
+    (re.compile(FONT + r"\s*\{\s*\}"), ""),
     (re.compile(r"\\?%|\s*\b(?:percent(?:age)?|pct)\b"), "%"),
 ]
-_SPELLINGS: list[
-    tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
-] = [  # once fonts and units are settled; in this order
+_SPELLINGS: list[_Spelling] = [  # once fonts and units are settled; in this order
     (re.compile(r"\\lbrace" + _END), r"\\{"),
     (re.compile(r"\\rbrace" + _END), r"\\}"),
+    (re.compile(r"\\middle" + _END), ""),
+    (re.compile(r"\\colon" + _END), ":"),
+    (re.compile(r"\\big(cup|cap)" + _END), r"\\\1 "),
+    (re.compile(r"\\mathbb\s*([A-Z])"), r"\\mathbb{\1}"),
+    (
+        re.compile(r"\\(?:backslash|smallsetminus)" + _END + r"|(?<=\\mathbb\{[A-Z]\})\s*-\s*(?=\\\{)"),
+        r"\\setminus ",
+    ),
+    (re.compile(r"\\cr" + _END), r"\\\\"),
+    (re.compile(r"(?:all )?real numbers|all reals"), r"\\mathbb{R}"),
     (re.compile(r"\\langle" + _END), "("),
     (re.compile(r"\\rangle" + _END), ")"),
     (re.compile(r"\\[lr]?vert" + _END), "|"),
     (re.compile(r"\\varnothing|\\empty(?![a-z])|\\\{\s*\\\}"), r"\\emptyset "),
     (re.compile(r"\s*(?:\\degree(?![a-z])|\^\s*\{?\s*\\circ\s*\}?)"), r"^\\circ "),
+    (re.compile(r"(?<=\^\\circ) \s*([CF])$"), r" \\unit{\1}"),
     (re.compile(r"\\le" + _END + r"|\\leqslant|<="), r"\\leq "),
     (re.compile(r"\\ge" + _END + r"|\\geqslant|>="), r"\\geq "),
     (re.compile(r"\\ne" + _END + r"|\\not\s*=|!="), r"\\neq "),
@@ -151,7 +199,10 @@ _SPELLINGS: list[
     (re.compile(r"\b(?:infinity|inf)\b"), r"\\infty "),
     (re.compile(r"_\s*(\\[A-Za-z]+|[A-Za-z0-9])"), r"_{\1}"),
     (re.compile(r"_\s*\{\s*([^{}]*?)\s*\}"), r"_{\1}"),
-    (re.compile(r"\\[pb]?mod\s*\{?\s*\w+\s*\}?\s*$|\(\s*\\?mod\s*\w+\s*\)\s*$"), r" \\pmod{}"),
+    (
+        re.compile(r"\(?\s*(?:\\[pb]?mod|(?<=\()\s*mod)(?![a-z])\s*\{?\s*([\w^+-]+)\s*\}?\s*\)?\s*$"),
+        r" \\pmod{\1}",
+    ),
     (re.compile(r"(?<=\d)\s*\b([ap])\.?\s?m\b\.?$", re.I), lambda m: f" {m.group(1).upper()}M"),
     (re.compile(r"\s+"), " "),
     (
@@ -165,8 +216,14 @@ _LEAD = re.compile(
 )
 _MARKS = re.compile(r"(\*\*|__|`|\*)(.+)\1", re.S)
 _SPACED_DIGITS = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
+_SPACED_EXPONENT = re.compile(r"([-+]?\d+\.?\d*) ?[eE] ?([-+]?\d+)")
 _ORDINAL = re.compile(r"(?<=\d)\s*\^?\s*\{?\s*(?:st|nd|rd|th)\s*\}?$")
-_PMOD = re.compile(r"\s*\\pmod\s*\{[^{}]*\}\s*$")
+_PMOD = re.compile(r"\s*\\pmod\s*\{([^{}]*)\}\s*$")
+
+
+def _fraction_of(char: str) -> str:
+    value = Fraction(unicodedata.numeric(char)).limit_denominator(10)
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def clean(text: str) -> str:
@@ -175,8 +232,9 @@ def clean(text: str) -> str:
         return text
     text = _SUPERSCRIPT.sub(lambda m: "^{" + m.group().translate(_SUPERSCRIPTS) + "}", text)
     text = _SUBSCRIPT.sub(lambda m: "_{" + m.group().translate(_SUPERSCRIPTS) + "}", text)
-    text = re.sub(r"(?<=\d)(?=[¼-¾⅐-⅞])", " ", text.translate(_BEFORE))
+    text = _VULGAR.sub(lambda m: _fraction_of(m.group()), text.translate(_BEFORE))
     text = unicodedata.normalize("NFKC", text)
+    text = re.sub(r"√\s*(?=\{)", r"\\sqrt", text)
     text = re.sub(r"√\s*(\w+|\([^()]*\))", r"\\sqrt{\1}", text)
     kept = []
     for char in text:
@@ -205,10 +263,12 @@ def tidy(text: str) -> str:
         text, replaced = FONTS.subn(r"\1", text)
         if not replaced:
             break
+    text = FORMULA_FONTS.sub("", text)
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)
     text = _unframed(text)
-    text = text.replace(" ", "") if _SPACED_DIGITS.fullmatch(text) else _ORDINAL.sub("", text)
+    spaced = _SPACED_DIGITS.fullmatch(text) or _SPACED_EXPONENT.fullmatch(text)
+    text = text.replace(" ", "") if spaced else _ORDINAL.sub("", text)
     while text.startswith("{") and text.endswith("}") and embraced(text[1:-1]):
         text = text[1:-1].strip()
     return text
@@ -254,7 +314,9 @@ def settle(gold: str, prediction: str) -> bool | None:
 
 
 def _squeezed(text: str) -> str:
-    """Without its spaces, unless they part two digits."""
+    """Without its spaces, unless they part two digits, and without the mark of a unit."""
+    if r"\unit" in text:
+        text = re.sub(r"\\unit\{([^{}]*)\}", r"\1", text)
     return text if re.search(r"\d \d", text) else text.replace(" ", "")
 
 
@@ -263,6 +325,7 @@ def same_text(gold: str, prediction: str, tolerance: float | None = None) -> boo
     return bool(settle(tidy(gold), tidy(prediction)))
 
 
-def pmod_free(text: str) -> str:
-    """A congruence without its modulus in brackets, which says nothing of the answer."""
-    return _PMOD.sub("", text)
+def modulus_split(text: str) -> tuple[str, str]:
+    r"""`x \equiv 3 \pmod{7}` -> (`x \equiv 3`, `7`); an empty modulus where there is none."""
+    match = _PMOD.search(text)
+    return (text[: match.start()], match.group(1)) if match else (text, "")

@@ -10,13 +10,12 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
-from typing import Any
 
 import sympy
 
 from hpcgrpo.rewards import expressions
-from hpcgrpo.rewards.answers import pmod_free, settle, tidy
-from hpcgrpo.rewards.formulas import by_math_verify, formulas_equal, sample_points, tree_of, value_at
+from hpcgrpo.rewards.answers import modulus_split, settle, tidy
+from hpcgrpo.rewards.formulas import by_math_verify, formulas_equal, tree_of
 from hpcgrpo.rewards.notations import (
     NAME,
     bases,
@@ -24,18 +23,19 @@ from hpcgrpo.rewards.notations import (
     choices,
     clocks,
     members_of,
+    named_values,
     ratios,
     rows_of,
     split,
     tokens_of,
 )
+from hpcgrpo.rewards.relations import differences, interval, pairs_equal, proportional
 from hpcgrpo.rewards.units import without_unit
 
 _TRIG = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
-_ORDERS = ("<", ">", r"\leq", r"\geq")
 _WORDS = re.compile(r"[^\W\d_]{4,}|[^\W\d_]{2,}(?:[ '-]+[^\W\d_]+)+")
 _LETTERS_ALONE = re.compile(r"[A-Za-z]{3,}")
-_MEMBER = re.compile(r"^\s*\\?[A-Za-z](?:_\w|_\{\w+\})?\s*\\in(?![a-z])\s*")
+_MEMBER = re.compile(r"^\s*(?:\\?[A-Za-z](?:_\w|_\{\w+\})?|\([a-z](?:,[a-z])+\))\s*\\in(?![a-z])\s*")
 _FUNCTIONS = re.compile(
     r"(?<![\\a-zA-Z])(sin|cos|tan|cot|sec|csc|ln|log|exp|arcsin|arccos|arctan|sqrt|pi|theta|alpha|beta|lambda|sigma"
     r"|omega)(?![a-zA-Z])"
@@ -53,7 +53,10 @@ def equal(gold: str, prediction: str, tolerance: float | None = None) -> bool:
     the reference is an equation: `x = 5` may be answered by `5`, `2x + z = 1` not by `1`."""
     random.seed(0)
     sympy.core.random.seed(0)
-    gold, prediction = _simple(tidy(gold)), _simple(tidy(prediction))
+    (gold, modulus), (prediction, other) = (modulus_split(tidy(text)) for text in (gold, prediction))
+    if modulus != other and modulus and (other or r"\equiv" in gold):
+        return False
+    gold, prediction = _simple(gold), _simple(prediction)
     if tolerance is not None and _within(gold, prediction, tolerance):
         return True
     return _same(gold, prediction)
@@ -71,7 +74,7 @@ def _simple(text: str) -> str:
     text = re.sub(r"(?<![a-zA-Z\\])(?:,?\s*\b(?:and|or)\b)(?![a-zA-Z])", " , ", text)
     text = re.sub(r"\\mathbb\s*\{?R\}?$", r"(-\\infty,\\infty)", text)
     text = _BUILDER.sub(r"\2", text) if _BUILDER.fullmatch(text) else _MEMBER.sub("", text)
-    text = pmod_free(text).replace(r"\equiv", "=").replace("*", r" \cdot ")
+    text = text.replace(r"\equiv", "=").replace("*", r" \cdot ")
     if _TRIG.search(text):
         return re.sub(r"(\d+(?:\.\d+)?)\s*\^\\circ", r"(\1 \\cdot \\pi /180)", text)
     text = without_unit(text.replace(r"^\circ", "").strip())
@@ -82,7 +85,7 @@ def _simple(text: str) -> str:
 def _alternatives(text: str) -> str:
     r"""`x < 1 or x > 2` -> `(-\infty,1) \cup (2,\infty)`."""
     parts = re.split(r"\s*,?\s*\bor\b\s*", text)
-    intervals = [_interval(part) for part in parts]
+    intervals = [interval(part) for part in parts]
     return r"\cup ".join(map(str, intervals)) if len(parts) > 1 and None not in intervals else text
 
 
@@ -90,16 +93,21 @@ def _same(gold: str, prediction: str) -> bool:
     verdict = settle(gold, prediction)
     if verdict is not None:
         return verdict
-    for rule in (bases, clocks, choices, ratios, _ellipses, _percentages, _matrices):
+    for rule in (bases, clocks, choices, ratios, _ellipses, _percentages, _matrices, _values_of_names):
         if (decided := rule(gold, prediction)) is not None:
             return decided
     if r"\bmod" in prediction and r"\bmod" not in gold:
         return False
     golds, predictions = members_of(gold), members_of(prediction)
     if len(golds) > 1 or len(predictions) > 1:
-        if gold.startswith(r"\{") and prediction.startswith("("):
+        tuples = [
+            bool(b and b[0] == "(" and len(b[2]) > 1) for b in (bracketed(prediction), bracketed(golds[0]))
+        ]
+        if gold.startswith(r"\{") and tuples == [True, False]:
             return False  # a set is no tuple; a list without brackets may be answered by one
-        return _match(golds, predictions)
+        if (tuples[1] or prediction.startswith(r"\{")) and len(set(golds)) == len(golds):
+            predictions = list(dict.fromkeys(predictions))  # a member of a set may be told twice
+        return _paired(golds, predictions, _single)
     return _single(golds[0], predictions[0]) if golds and predictions else False
 
 
@@ -132,6 +140,28 @@ def _percentages(gold: str, prediction: str) -> bool | None:
     )
 
 
+def _values_of_names(gold: str, prediction: str) -> bool | None:
+    """`x=1, y=2` and `(x,y)=(1,2)`: name by name; against a tuple as (x,y) says, or in the
+    order of the alphabet, and against a list as told."""
+    left, right = named_values(gold), named_values(prediction)
+    if left and right:
+        return all(_same(left[name], right[name]) for name in left) if left.keys() == right.keys() else None
+    values, other = (left, prediction) if left else (right, gold)
+    if not values:
+        return None
+    parts, bracket = split(other, ",;"), bracketed(other)
+    if bracket and bracket[:2] == ("(", ")"):
+        parts = bracket[2]
+        if not (gold if left else prediction).startswith("("):
+            values = dict(sorted(values.items(), key=lambda item: item[0].lstrip("\\")))
+    elif not left or "=" in other:
+        return None
+    if len(parts) != len(values):
+        return None
+    pairs = zip(values.values(), parts, strict=True)
+    return all(_same(v, p) if left else _same(p, v) for v, p in pairs)
+
+
 def _matrices(gold: str, prediction: str) -> bool | None:
     """Matrices of one shape, cell by cell; None unless both are nothing but a matrix."""
     left, right = rows_of(gold), rows_of(prediction)
@@ -143,17 +173,11 @@ def _matrices(gold: str, prediction: str) -> bool | None:
     )
 
 
-def _match(golds: Sequence[str], predictions: Sequence[str]) -> bool:
-    """The same members, as often, in any order."""
-    return _paired(golds, predictions, _single)
-
-
 def _paired(golds: Sequence[str], predictions: Sequence[str], same: Callable[[str, str], bool]) -> bool:
+    """The same members, as often, in any order."""
     if len(predictions) == 1 and (bracket := bracketed(predictions[0])) and bracket[0] + bracket[1] == "()":
         return len(golds) == len(bracket[2]) and all(map(_same, golds, bracket[2]))
     left = list(predictions)
-    if len(set(golds)) == len(golds):
-        left = list(dict.fromkeys(predictions))
     if len(golds) != len(left):
         return False
     for gold in golds:
@@ -176,7 +200,7 @@ def _single(gold: str, prediction: str) -> bool:
         return _relations_equal(gold, prediction)
     if any(relations):
         gold, prediction = (
-            _interval(t) or t if r else t for t, r in zip((gold, prediction), relations, strict=True)
+            interval(t) or t if r else t for t, r in zip((gold, prediction), relations, strict=True)
         )
         if len(tokens_of(gold)) > 1 or len(tokens_of(prediction)) > 1:
             sets = all(r or _SETS.search(t) for r, t in zip(relations, (gold, prediction), strict=True))
@@ -259,6 +283,7 @@ def _answer_side(gold: str, prediction: str) -> tuple[str, str]:
             return gold, sides[1][0]  # 7 = x
         first, last = sides[1][0], sides[1][-1]
         claims = not re.search(r"[A-Za-z]", re.sub(r"\\[a-z]+", "", first))  # 8 = 7 is no way to say 7
+        claims = claims and not expressions.names(expressions.read(first) or ("number",))  # \theta = 7 is one
         return gold, prediction if claims and not formulas_equal(first, last) else last
     if named[0] and len(sides[1]) == 1:
         return sides[0][-1], prediction
@@ -273,98 +298,23 @@ def _exact_side(text: str) -> str:
     return sides[1] if len(sides) == 2 and re.fullmatch(r"\\?[A-Za-z]", sides[0]) else sides[0] or text
 
 
-def _differences(text: str) -> list[tuple[str, Any]]:
-    """A chain of relations as (sign, tree) pairs: `tree = 0`, `tree < 0` or `tree <= 0`."""
-    tokens = tokens_of(text)
-    trees = [tree_of(t) for t in tokens[::2]]
-    pairs = []
-    for i, sign in enumerate(tokens[1::2]):
-        left, right = trees[i], trees[i + 1]
-        if left is None or right is None:
-            raise ValueError(text)
-        if sign in (">", r"\geq"):
-            left, right, sign = right, left, {">": "<", r"\geq": r"\leq"}[sign]
-        pairs.append((sign, sympy.Add(left, sympy.Mul(-1, right, evaluate=False), evaluate=False)))
-    return pairs
-
-
 def _relations_equal(gold: str, prediction: str) -> bool:
     """Equal up to a constant factor, which must be positive for an inequality."""
-    left, right = _interval(gold), _interval(prediction)
+    left, right = interval(gold), interval(prediction)
     if left and right:
         return _same(left, right)
-    if (verdict := _pairs_equal(gold, prediction)) is not None:
+    if (verdict := pairs_equal(gold, prediction)) is not None:
         return verdict
     try:
-        golds, predictions = _differences(gold), _differences(prediction)
+        golds, predictions = differences(gold), differences(prediction)
     except (ValueError, TypeError):
         return by_math_verify(gold, prediction)
     if len(golds) != len(predictions):
         return False
     return all(
-        any(sign == other and _proportional(tree, tree2, sign == "=") for other, tree2 in predictions)
+        any(sign == other and proportional(tree, tree2, sign == "=") for other, tree2 in predictions)
         for sign, tree in golds
     )
-
-
-def _pairs_equal(gold: str, prediction: str) -> bool | None:
-    """As `_relations_equal` for sides that `expressions` reads; None where it does not."""
-    chains: list[list[tuple[str, Any]]] = []
-    for text in (gold, prediction):
-        tokens = tokens_of(text)
-        sides = [expressions.read(t) for t in tokens[::2]]
-        if None in sides:
-            return None
-        chain = []
-        for i, sign in enumerate(tokens[1::2]):
-            pair = (sides[i], sides[i + 1])
-            turned = {">": "<", r"\geq": r"\leq"}.get(sign)
-            chain.append((turned or sign, pair[::-1] if turned else pair))
-        chains.append(chain)
-    if len(chains[0]) != len(chains[1]):
-        return False
-    found = [[sign == other and _ratio_of(a, b, sign) for other, b in chains[1]] for sign, a in chains[0]]
-    if any(True not in row and None in row for row in found):
-        return None
-    return all(True in row for row in found)
-
-
-def _ratio_of(a: Any, b: Any, sign: str) -> bool | None:
-    return expressions.proportional(a, b, any_sign=sign in ("=", r"\neq"))
-
-
-def _proportional(a: Any, b: Any, any_sign: bool) -> bool:
-    ratios = []
-    for point in sample_points((a, b)):
-        x, y = value_at(a, point), value_at(b, point)
-        if x is None or y is None or abs(y) < 1e-30 or abs(x) < 1e-30:
-            return False
-        ratios.append(x / y)
-    first = ratios[0]
-    return all(abs(r - first) <= 1e-20 * abs(first) for r in ratios) and (any_sign or sympy.re(first) > 0)
-
-
-def _interval(text: str) -> str | None:
-    """The interval that a relation about one name describes: `0 < x \\leq 3` -> `(0,3]`."""
-    tokens = tokens_of(text)
-    signs = tokens[1::2]
-    if signs == [r"\neq"] and re.fullmatch(r"\\?[A-Za-z]", tokens[0]):
-        return rf"(-\infty,{tokens[2]})\cup ({tokens[2]},\infty)"
-    if not signs or any(s not in _ORDERS for s in signs):
-        return None
-    if signs[0] in (">", r"\geq"):
-        turned = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
-        tokens = [turned.get(t, t) for t in reversed(tokens)]
-    low = high = None
-    if len(tokens) == 5 and re.fullmatch(r"\\?[A-Za-z]+", tokens[2]):
-        low, high = (tokens[0], tokens[1]), (tokens[4], tokens[3])
-    elif len(tokens) == 3 and re.fullmatch(r"[A-Za-z]|\\[a-z]+", tokens[0]) and tokens[0] != r"\infty":
-        low, high = (r"-\infty", "<"), (tokens[2], tokens[1])
-    elif len(tokens) == 3 and re.fullmatch(r"[A-Za-z]|\\[a-z]+", tokens[2]) and tokens[2] != r"\infty":
-        low, high = (tokens[0], tokens[1]), (r"\infty", "<")
-    if low is None or high is None:
-        return None
-    return f"{'[' if low[1] != '<' else '('}{low[0]},{high[0]}{']' if high[1] != '<' else ')'}"
 
 
 def warm_up() -> None:

@@ -21,6 +21,7 @@ NAME = re.compile(
     rf"(?:m?\\(?:angle|triangle)\s*)?(?:{_LETTERS})(?:_(?:\w|\{{[^{{}}]*\}}))?'*(?:\^\{{?-1\}}?)?(?:\s*\([^()]*\))?"
     r"|\([^()]*\)|\\frac\{d\s*\w+\}\{d\s*\w+\}|\|[A-Za-z ]+\||\[[A-Z]+\]"
 )
+_VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*")
 _MATRIX = re.compile(
     r"[\[(]?\s*\\begin\{([pbvBV]?)(?:small)?(?:matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{[a-zA-Z]*(?:matrix|array)\}\s*[\])]?"
 )
@@ -149,7 +150,8 @@ def members_of(text: str) -> list[str]:
     for part in split(text, ",;"):
         bracket = bracketed(part)
         if bracket and bracket[0] in (r"\{", "{") and (":" not in part and r"\mid" not in part):
-            members += bracket[2]
+            nested = any(inner.startswith((r"\{", r"\emptyset")) for inner in bracket[2])
+            members += [part] if nested else [m for inner in bracket[2] for m in members_of(inner)]
         elif r"\pm" in part:
             members += [
                 part.replace(r"\pm", "+").replace(r"\mp", "-").lstrip("+ "),
@@ -158,6 +160,20 @@ def members_of(text: str) -> list[str]:
         else:
             members.append(part)
     return [m for m in members if m]
+
+
+def named_values(text: str) -> dict[str, str] | None:
+    """Name -> value of `x=1, y=2` or `(x,y)=(1,2)`; None unless these are two names or more, each told once, that
+    don't count one thing's values (`x_1`, `x_2`)."""
+    pairs = [tokens_of(part) for part in split(text, ",;")]
+    if len(pairs) == 1 and len(pairs[0]) == 3:
+        left, right = bracketed(pairs[0][0]), bracketed(pairs[0][2])
+        if left and right and left[:2] == right[:2] == ("(", ")") and len(left[2]) == len(right[2]):
+            pairs = [[name, pairs[0][1], value] for name, value in zip(left[2], right[2], strict=True)]
+    if len(pairs) < 2 or any(len(p) != 3 or p[1] != "=" or not _VARIABLE.fullmatch(p[0]) for p in pairs):
+        return None
+    apart = {name.partition("_")[0] for name, _, _ in pairs}
+    return {name: value for name, _, value in pairs} if len(apart) == len(pairs) else None
 
 
 def tokens_of(text: str) -> list[str]:

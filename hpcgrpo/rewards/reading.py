@@ -77,7 +77,7 @@ class _Reader:
         found: list[Node] = []
         open_function = False
         while not found or self.starts_factor():
-            if open_function and not self.starts_function():
+            if open_function and not self.starts_function() and not self.starts_exponential():
                 raise Unreadable
             node, open_function = self.factor(first=not found)
             found.append(node)
@@ -110,6 +110,9 @@ class _Reader:
 
     def starts_function(self) -> bool:
         return bool(_FUNCTION.fullmatch(self.peek()[1:]))
+
+    def starts_exponential(self) -> bool:
+        return self.tokens[self.at : self.at + 2] == ["e", "^"]
 
     def factor(self, *, first: bool) -> tuple[Node, bool]:
         token = self.peek()
@@ -168,6 +171,8 @@ class _Reader:
         while not parts or (self.starts_factor() and not self.starts_function() and self.peek() not in "([|"):
             if self.starts_function():
                 raise Unreadable
+            if parts and self.starts_exponential():
+                break  # \cos t e^{-t} is a product
             parts.append(self.powers(self.atom()))
         if self.peek() in ("(", "["):
             raise Unreadable  # \sin x(1+y)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 
-_FONT = (
-    r"\\(?:math(?:rm|bf|it|sf|cal|normal)|bm|boldsymbol|operatorname|[mh]box|text(?:rm|bf|it|normal|sf|tt)?)"
+FONT = (
+    r"\\(?:math(?:rm|bf|it|sf|tt|cal|normal)|bm|boldsymbol|operatorname|[mh]box|text(?:rm|bf|it|normal|sf|tt)?"
+    r"|emph|underline)"
 )
-FONTS = re.compile(_FONT + r"\s*\{([^{}]*)\}")
+FONTS = re.compile(FONT + r"\s*\{([^{}]*)\}")
+FORMULA_FONTS = re.compile(FONT + r"\s*(?=\{[^{}]*\{)")  # the braces stay: they hold the formula together
 
 _SHORT_UNITS = (
     "cm|mm|km|dm|nm|m|kg|mg|g|ft|in|yd|mi|lbs?|oz|hrs?|min|sec|s|ms|mph|kmh|kph|sq|cu|ml|mL|L|W|J|N|V|Hz|day|men"
     "|AM|PM|rad|deg|erg|mol|k?Pa|atm|[GMk]?eV|k[JNW]|MW|[GMk]Hz|AU|k?pc|Mpc|yrs?|rpm|dB|K|USD|EUR|GBP|INR"
 )
 _NO_UNITS = (
-    "percent|infty|sqrt|frac|ldots|when|where|otherwise|else|times|choose|over|with|than|except|"
+    "percent|infty|sqrt|frac|ldots|when|where|otherwise|else|times|choose|over|with|than|except|squared|cubed|dozen|"
+    "plus|minus|more|less|"
     "alpha|beta|gamma|delta|epsilon|theta|lambda|sigma|omega|phi|infinity"
 )
 _UNIT_WORD = rf"(?:(?:{_SHORT_UNITS})(?![A-Za-z])|(?!(?:{_NO_UNITS})(?![A-Za-z]))[A-Za-z]{{4,}}(?![A-Za-z]))"
@@ -25,11 +28,13 @@ _UNIT = re.compile(
     rf"|\((?:{_UNIT_WORD})(?:[ /^]*(?:{_UNIT_WORD}|per|\d))*\)|\\(?:Omega|mu\s*[mgsFCJ]|AA))\s*$"
 )
 _MARKED = re.compile(r"^(?P<value>.*\S)\s*\\unit\{(?P<unit>[^{}]*)\}$")
-_GROUP = r"\\(?:text(?:rm|bf|it|normal)?|mathrm|[mh]box)\s*\{[^{}]*\}(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
+_UPRIGHT = r"\\(?:text(?:rm|bf|it|normal)?|mathrm|[mh]box)\s*\{(?:[^{}]|\^\{-?\d\})*\}"
+_GROUP = _UPRIGHT + r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
+_GROUP = rf"(?:{_GROUP}|\\frac\s*\{{\s*{_GROUP}\s*\}}\s*\{{\s*{_GROUP}\s*\}})"
 _UNIT_CHAIN = re.compile(rf"(?:\\mu\s*)?{_GROUP}(?:\s*(?:\\cdot|/|\.)?\s*{_GROUP})*\s*[.,]?\s*$")
 _SENTENCE = re.compile(
     r"[^A-Za-z]*(?:or|and|if|when|where|for|is|are|was|not|no|mod|except|unless|than|to|such|with|where|otherwise"
-    r"|[ap]\.?\s?m\b|AM|PM)\b",
+    r"|of|squared|cubed|dozen|plus|minus|more|less|times|[ap]\.?\s?m\b|AM|PM)\b",
     re.I,
 )
 _OWN_LETTER = re.compile(r"[eijdxyznk]")
@@ -65,7 +70,10 @@ def unit_marked(text: str) -> str:
     chain = _UNIT_CHAIN.search(text)
     if chain is None or not chain.start():
         return text
-    value, words = text[: chain.start()].rstrip(), FONTS.sub(r"\1", chain.group()).strip()
+    value, words = (
+        text[: chain.start()].rstrip(),
+        FORMULA_FONTS.sub("", FONTS.sub(r"\1", chain.group())).strip(),
+    )
     glued = chain.start() == len(value) and not re.search(r"\{\s", chain.group()[:12])
     if (
         not _VALUE_END.search(value)

@@ -203,7 +203,7 @@ _SPELLINGS: list[_Spelling] = [  # once fonts and units are settled; in this ord
         re.compile(r"\(?\s*(?:\\[pb]?mod|(?<=\()\s*mod)(?![a-z])\s*\{?\s*([\w^+-]+)\s*\}?\s*\)?\s*$"),
         r" \\pmod{\1}",
     ),
-    (re.compile(r"(?<=\d)\s*\b([ap])\.?\s?m\b\.?$", re.I), lambda m: f" {m.group(1).upper()}M"),
+    (re.compile(r"(?<=\d)\s*([ap])\.?\s?m\b\.?$", re.I), lambda m: f" {m.group(1).upper()}M"),
     (re.compile(r"\s+"), " "),
     (
         re.compile(r"(?<=[^\w,]) |(?<=,) (?!\d{3}(?!\d))|(?<=\w) (?=[^\w\\])"),

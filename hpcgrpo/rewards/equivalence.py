@@ -29,7 +29,7 @@ from hpcgrpo.rewards.notations import (
     split,
     tokens_of,
 )
-from hpcgrpo.rewards.relations import differences, interval, pairs_equal, proportional
+from hpcgrpo.rewards.relations import chained, differences, interval, pairs_equal, proportional
 from hpcgrpo.rewards.units import without_unit
 
 _TRIG = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
@@ -45,6 +45,7 @@ _SETS = re.compile(r"\\(?:cup|cap|setminus|backslash|mathbb)(?![a-z])|\\in(?![a-
 _BUILDER = re.compile(
     r"\\\{\s*(\\?[A-Za-z])\s*(?:\\in\s*(?:\\mathbb\{?R\}?|R))?\s*(?:\\mid(?![a-z])|\||:|\\colon)\s*(.+)\\\}"
 )
+_INDEX = re.compile(r"_\{?\d\}?$|\([a-z]\)$")
 _ARTICLE = re.compile(r"(?:an?|the) (?=\w{3})")
 
 
@@ -83,7 +84,10 @@ def _simple(text: str) -> str:
 
 
 def _alternatives(text: str) -> str:
-    r"""`x < 1 or x > 2` -> `(-\infty,1) \cup (2,\infty)`."""
+    r"""`x < 1 or x > 2` -> `(-\infty,1) \cup (2,\infty)`; `x > 1 and x < 3` -> `1<x<3`."""
+    halves = re.split(r"\s*,?\s*\band\b\s*", text)
+    if len(halves) == 2 and (chain := chained(*halves)):
+        return chain
     parts = re.split(r"\s*,?\s*\bor\b\s*", text)
     intervals = [interval(part) for part in parts]
     return r"\cup ".join(map(str, intervals)) if len(parts) > 1 and None not in intervals else text
@@ -263,6 +267,8 @@ def _equation(text: str) -> bool:
 def _brackets_equal(gold: tuple[str, str, list[str]], prediction: tuple[str, str, list[str]]) -> bool:
     if gold[:2] != prediction[:2] or len(gold[2]) != len(prediction[2]):
         return False
+    if gold[0] == r"\{":
+        return _paired(gold[2], prediction[2], _same)
     return all(map(_same, gold[2], prediction[2]))
 
 
@@ -287,9 +293,16 @@ def _answer_side(gold: str, prediction: str) -> tuple[str, str]:
         return gold, prediction if claims and not formulas_equal(first, last) else last
     if named[0] and len(sides[1]) == 1:
         return sides[0][-1], prediction
-    if all(named) and sides[0][0].replace(" ", "") == sides[1][0].replace(" ", ""):
+    if all(named) and _one_name(sides[0][0], sides[1][0]):
         return sides[0][-1], sides[1][-1]
     return gold, prediction
+
+
+def _one_name(gold: str, prediction: str) -> bool:
+    """Whether two names are one: `x` may be called `x_1`, and `y` `y(t)`."""
+    names = [name.replace(" ", "") for name in (gold, prediction)]
+    plain = [_INDEX.sub("", name) for name in names]
+    return names[0] == names[1] or (plain[0] == plain[1] and any(map(str.__eq__, names, plain)))
 
 
 def _exact_side(text: str) -> str:

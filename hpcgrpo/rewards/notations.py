@@ -16,7 +16,8 @@ _BASE_WORDS = {
     **{"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9},
     **{"ten": 10, "eleven": 11, "twelve": 12, "sixteen": 16},
 }
-_LETTERS = r"\\?[A-Za-z]+(?:\s*[A-Z]+)?|\\(?:hat|vec|bar|overline|tilde|overrightarrow|mathcal)\s*\{[^{}]*\}"
+_ACCENTED = r"\\(?:hat|vec|bar|overline|tilde|overrightarrow|mathcal)\s*\{[^{}]*\}"
+_LETTERS = rf"\\Delta\s*\\?[A-Za-z]+|\\?[A-Za-z]+(?:\s*[A-Z]+)?|{_ACCENTED}"
 NAME = re.compile(
     rf"(?:m?\\(?:angle|triangle)\s*)?(?:{_LETTERS})(?:_(?:\w|\{{[^{{}}]*\}}))?'*(?:\^\{{?-1\}}?)?(?:\s*\([^()]*\))?"
     r"|\([^()]*\)|\\frac\{d\s*\w+\}\{d\s*\w+\}|\|[A-Za-z ]+\||\[[A-Z]+\]"

@@ -82,6 +82,7 @@ def numbers_equal(gold: str, prediction: str) -> bool | None:
 
 
 def rounds_to(exact: Fraction, decimal: tuple[Fraction, int, Fraction]) -> bool:
-    """A decimal stands for a number if it is that number rounded to at least six significant digits."""
+    """A decimal stands for a number if it is that number rounded to at least six significant digits; an integer stands
+    for itself."""
     value, digits, half = decimal
-    return digits >= MIN_ROUNDED_DIGITS and abs(value - exact) <= half
+    return digits >= MIN_ROUNDED_DIGITS and half != Fraction(1, 2) and abs(value - exact) <= half

@@ -25,9 +25,7 @@ def interval(text: str) -> str | None:
         return rf"(-\infty,{tokens[2]})\cup ({tokens[2]},\infty)"
     if not signs or any(s not in _ORDERS for s in signs):
         return None
-    if signs[0] in (">", r"\geq"):
-        turned = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
-        tokens = [turned.get(t, t) for t in reversed(tokens)]
+    tokens = _ascending(tokens)
     low = high = None
     if len(tokens) == 5 and re.fullmatch(r"\\?[A-Za-z]+", tokens[2]):
         low, high = (tokens[0], tokens[1]), (tokens[4], tokens[3])
@@ -40,6 +38,25 @@ def interval(text: str) -> str | None:
     if low is None or high is None:
         return None
     return f"{'[' if low[1] != '<' else '('}{low[0]},{high[0]}{']' if high[1] != '<' else ')'}"
+
+
+def _ascending(tokens: list[str]) -> list[str]:
+    """The chain read from its other end if it descends."""
+    if tokens[1] not in (">", r"\geq"):
+        return tokens
+    turned = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
+    return [turned.get(t, t) for t in reversed(tokens)]
+
+
+def chained(first: str, second: str) -> str | None:
+    """`x > 1`, `x < 3` -> `1<x<3`; None unless one bounds a name from below and the other the same from above."""
+    halves = [tokens_of(text) for text in (first, second)]
+    if any(len(h) != 3 or h[1] not in _ORDERS for h in halves):
+        return None
+    for below, above in (map(_ascending, halves), map(_ascending, reversed(halves))):
+        if below[2] == above[0] and re.fullmatch(r"\\?[A-Za-z]+", below[2]):
+            return "".join((*below, *above[1:]))
+    return None
 
 
 def _absolute(left: str, sign: str, right: str) -> str | None:

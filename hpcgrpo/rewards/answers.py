@@ -188,7 +188,7 @@ _SPELLINGS: list[_Spelling] = [  # once fonts and units are settled; in this ord
     (re.compile(r"(?<=\^\\circ) \s*([CF])$"), r" \\unit{\1}"),
     (re.compile(r"\\le" + _END + r"|\\leqslant|<="), r"\\leq "),
     (re.compile(r"\\ge" + _END + r"|\\geqslant|>="), r"\\geq "),
-    (re.compile(r"\\ne" + _END + r"|\\not\s*=|!="), r"\\neq "),
+    (re.compile(r"\\ne" + _END + r"|\\not\s*=|(?<![\d)}])!="), r"\\neq "),
     (re.compile(r"\\lt" + _END), "<"),
     (re.compile(r"\\gt" + _END), ">"),
     (re.compile(r"(?<![\w}])\+\s*\\infty"), r"\\infty"),

@@ -304,6 +304,29 @@ def test_text_checks_are_linear_on_hostile_text() -> None:
         assert time.process_time() - start < 2, unit
 
 
+@pytest.mark.parametrize(
+    ("head", "repeated", "times", "tail"),
+    [
+        ("7", r"\text{m}^2 ", 80, "7"),
+        ("7 ", "answer is ", 90, "{"),
+        ("7 ", "AM^2  ", 150, "R"),
+        ("7 m", "-2", 400, "?"),
+        ("7 (m ", "perper", 150, "?"),
+        ("{", "~", 980, "option "),
+        ("{", "~€", 490, "option "),
+        ("", r"\begin{cases}&", 70, ""),
+        ("7 ", "million ", 120, "?"),
+    ],
+)
+def test_what_looks_like_a_unit_is_read_in_bounded_time(
+    head: str, repeated: str, times: int, tail: str
+) -> None:
+    """In this process, which nothing kills: one that tried every way to part the text would never end."""
+    start = time.process_time()
+    assert precheck("7", head + repeated * times + tail) is not True
+    assert time.process_time() - start < 1
+
+
 # ----------------------------------------------------------------------------------------- hostile answers
 
 

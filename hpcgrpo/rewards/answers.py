@@ -159,6 +159,7 @@ _LATEX: list[_Spelling] = [  # in this order
     (re.compile(r"\\(frac|binom)\s*(\d)\s*(?=[\d{])"), r"\\\1{\2}"),
     (re.compile(r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*(\d)"), r"\1{\2}"),
     (re.compile(r"\\sqrt\s*(\d)(?!\d)"), r"\\sqrt{\1}"),
+    (re.compile(r" {2,}"), " "),
     (re.compile(r"\{\s*([^{}]+?)\s*\\choose" + _END + r"\s*([^{}]+?)\s*\}"), r"\\binom{\1}{\2}"),
     (re.compile(r"\{\s*([^{}]+?)\s*\\over" + _END + r"\s*([^{}]+?)\s*\}"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\(?:displaystyle|textstyle|limits|bf|rm|[lL]arge|LARGE|huge)" + _END), ""),
@@ -212,11 +213,17 @@ _SPELLINGS: list[_Spelling] = [  # once fonts and units are settled; in this ord
 ]
 _PLAIN = re.compile(r"-?\d+(?:\.\d+)?|[A-Za-z]")
 _LEAD = re.compile(
-    r"(?:[A-Za-z ,']*\b)?answer(?:\s+is|\s*[:=])(?:\s*:)?\s*|#{2,}\s*|=\s*|\\approx" + _END + r"\s*", re.I
+    r"(?:[A-Za-z ,']*\b)?answer(?:\s+is|\s*[:=])(?:\s*:)?\s*|#{2,}\s*|=\s*|\\approx" + _END + r"\s*"
+    r"|(?:option|choice)\s*(?=\(?[A-J]\)?$)",
+    re.I,
 )
 _MARKS = re.compile(r"(\*\*|__|`|\*)(.+)\1", re.S)
 _SPACED_DIGITS = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _SPACED_EXPONENT = re.compile(r"([-+]?\d+\.?\d*) ?[eE] ?([-+]?\d+)")
+_FOR_ALL = re.compile(
+    r"[, ]*(?:\bfor (?:all|any|every)|\\forall) *(?:real |integers? )?(?:numbers? )?[a-z]"
+    r"(?: *\\in *\\mathbb\{[NQRZ]\})?$"
+)
 _ORDINAL = re.compile(r"(?<=\d)\s*\^?\s*\{?\s*(?:st|nd|rd|th)\s*\}?$")
 _PMOD = re.compile(r"\s*\\pmod\s*\{([^{}]*)\}\s*$")
 
@@ -266,7 +273,7 @@ def tidy(text: str) -> str:
     text = FORMULA_FONTS.sub("", text)
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)
-    text = _unframed(text)
+    text = _FOR_ALL.sub("", _unframed(text)) if "=" in text else _unframed(text)
     spaced = _SPACED_DIGITS.fullmatch(text) or _SPACED_EXPONENT.fullmatch(text)
     text = text.replace(" ", "") if spaced else _ORDINAL.sub("", text)
     while text.startswith("{") and text.endswith("}") and embraced(text[1:-1]):

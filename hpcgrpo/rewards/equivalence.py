@@ -45,6 +45,7 @@ _SETS = re.compile(r"\\(?:cup|cap|setminus|backslash|mathbb)(?![a-z])|\\in(?![a-
 _BUILDER = re.compile(
     r"\\\{\s*(\\?[A-Za-z])\s*(?:\\in\s*(?:\\mathbb\{?R\}?|R))?\s*(?:\\mid(?![a-z])|\||:|\\colon)\s*(.+)\\\}"
 )
+_MINUTES = re.compile(r"(\d+)\s*\^\\circ\s*(\d+)\s*(?:'|\^\{?\\prime\s*\}?)(?!')")
 _INDEX = re.compile(r"_\{?\d\}?$|\([a-z]\)$")
 _ARTICLE = re.compile(r"(?:an?|the) (?=\w{3})")
 
@@ -71,6 +72,7 @@ def _simple(text: str) -> str:
     text = re.sub(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?!\w)", r"\1 \\times 10^{\2}", text)
     text = _FUNCTIONS.sub(r"\\\1", text)
     text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text).replace(r"\pi", r"\pi ")
+    text = _MINUTES.sub(r"(\1+\2/60)", text)
     text = _alternatives(text)
     text = re.sub(r"(?<![a-zA-Z\\])(?:,?\s*\b(?:and|or)\b)(?![a-zA-Z])", " , ", text)
     text = re.sub(r"\\mathbb\s*\{?R\}?$", r"(-\\infty,\\infty)", text)
@@ -90,7 +92,16 @@ def _alternatives(text: str) -> str:
         return chain
     parts = re.split(r"\s*,?\s*\bor\b\s*", text)
     intervals = [interval(part) for part in parts]
+    if any(intervals):
+        intervals = [known or _point(part) for known, part in zip(intervals, parts, strict=True)]
     return r"\cup ".join(map(str, intervals)) if len(parts) > 1 and None not in intervals else text
+
+
+def _point(text: str) -> str | None:
+    r"""`x = 5` -> `\{5\}`."""
+    tokens = tokens_of(text)
+    is_value = len(tokens) == 3 and tokens[1] == "=" and re.fullmatch(r"\\?[A-Za-z]+", tokens[0])
+    return rf"\{{{tokens[2]}\}}" if is_value else None
 
 
 def _same(gold: str, prediction: str) -> bool:

@@ -24,14 +24,15 @@ _UNIT_WORD = rf"(?:(?:{_SHORT_UNITS})(?![A-Za-z])|(?!(?:{_NO_UNITS})(?![A-Za-z])
 _UNIT = re.compile(
     rf"^(?P<value>.*[\d}})%])(?!\w(?![A-Za-z]))\s*"  # 10m may be ten times m, 10 m is a length
     rf"(?P<unit>{_UNIT_WORD}"
-    rf"(?:\s*[/^. -]?\s*\{{?(?:(?!(?:or|and)\b)[A-Za-z]{{2,}}|-?\d)\}}?|/[A-Za-z](?![A-Za-z]))*"
-    rf"|\((?:{_UNIT_WORD})(?:[ /^]*(?:{_UNIT_WORD}|per|\d))*\)|\\(?:Omega|mu\s*[mgsFCJ]|AA))\s*$"
+    # one way alone to match what follows, since a model writes it: whole words, no space that two parts could take
+    r"(?:\s*(?:(?:[/^.]|-(?!\d))\s*)?\{?(?:(?!(?:or|and)\b)[A-Za-z]{2,}(?![A-Za-z])|-?\d)\}?|/[A-Za-z](?![A-Za-z]))*"
+    rf"|\((?:{_UNIT_WORD})(?:[ /^]*(?:{_UNIT_WORD}|per(?![A-Za-z])|\d))*\)|\\(?:Omega|mu\s*[mgsFCJ]|AA))\s*$"
 )
 _MARKED = re.compile(r"^(?P<value>.*\S)\s*\\unit\{(?P<unit>[^{}]*)\}$")
 _UPRIGHT = r"\\(?:text(?:rm|bf|it|normal)?|mathrm|[mh]box)\s*\{(?:[^{}]|\^\{-?\d\})*\}"
 _GROUP = _UPRIGHT + r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
 _GROUP = rf"(?:{_GROUP}|\\frac\s*\{{\s*{_GROUP}\s*\}}\s*\{{\s*{_GROUP}\s*\}})"
-_UNIT_CHAIN = re.compile(rf"(?:\\mu\s*)?{_GROUP}(?:\s*(?:\\cdot|/|\.)?\s*{_GROUP})*\s*[.,]?\s*$")
+_UNIT_CHAIN = re.compile(rf"(?:\\mu\s*)?{_GROUP}(?:\s*(?:(?:\\cdot|/|\.)\s*)?{_GROUP})*\s*[.,]?\s*$")
 _SENTENCE = re.compile(
     r"[^A-Za-z]*(?:or|and|if|when|where|for|is|are|was|not|no|mod|except|unless|than|to|such|with|where|otherwise"
     r"|of|squared|cubed|dozen|plus|minus|more|less|times|[ap]\.?\s?m\b|AM|PM)\b",

@@ -300,7 +300,10 @@ def _answer_side(gold: str, prediction: str) -> tuple[str, str]:
             return gold, sides[1][0]  # 7 = x
         first, last = sides[1][0], sides[1][-1]
         claims = not re.search(r"[A-Za-z]", re.sub(r"\\[a-z]+", "", first))  # 8 = 7 is no way to say 7
-        claims = claims and not expressions.names(expressions.read(first) or ("number",))  # \theta = 7 is one
+        if expressions.names(expressions.read(first) or ("number",)) or (
+            named[1] and expressions.value_of(first) is None
+        ):
+            claims = False  # \theta = 7 and \min = 7 are
         return gold, prediction if claims and not formulas_equal(first, last) else last
     if named[0] and len(sides[1]) == 1:
         return sides[0][-1], prediction

@@ -17,7 +17,7 @@ _SHORT_UNITS = (
 )
 _NO_UNITS = (
     "percent|infty|sqrt|frac|ldots|when|where|otherwise|else|times|choose|over|with|than|except|squared|cubed|dozen|"
-    "plus|minus|more|less|"
+    "plus|minus|"
     "alpha|beta|gamma|delta|epsilon|theta|lambda|sigma|omega|phi|infinity"
 )
 _UNIT_WORD = rf"(?:(?:{_SHORT_UNITS})(?![A-Za-z])|(?!(?:{_NO_UNITS})(?![A-Za-z]))[A-Za-z]{{4,}}(?![A-Za-z]))"
@@ -35,7 +35,7 @@ _GROUP = rf"(?:{_GROUP}|\\frac\s*\{{\s*{_GROUP}\s*\}}\s*\{{\s*{_GROUP}\s*\}})"
 _UNIT_CHAIN = re.compile(rf"(?:\\mu\s*)?{_GROUP}(?:\s*(?:(?:\\cdot|/|\.)\s*)?{_GROUP})*\s*[.,]?\s*$")
 _SENTENCE = re.compile(
     r"[^A-Za-z]*(?:or|and|if|when|where|for|is|are|was|not|no|mod|except|unless|than|to|such|with|where|otherwise"
-    r"|of|squared|cubed|dozen|plus|minus|more|less|times|[ap]\.?\s?m\b|AM|PM)\b",
+    r"|of \d+|squared|cubed|dozen|plus|minus|[ap]\.?\s?m\b|AM|PM)\b",
     re.I,
 )
 _OWN_LETTER = re.compile(r"[eijdxyznk]")

@@ -200,8 +200,9 @@ _SPELLINGS: list[_Spelling] = [  # once fonts and units are settled; in this ord
     (re.compile(r"\b(?:infinity|inf)\b"), r"\\infty "),
     (re.compile(r"_\s*(\\[A-Za-z]+|[A-Za-z0-9])"), r"_{\1}"),
     (re.compile(r"_\s*\{\s*([^{}]*?)\s*\}"), r"_{\1}"),
+    (re.compile(r"(\\equiv[^\\]*?|\(\s*)\\bmod" + _END), r"\1\\pmod"),  # elsewhere an operator
     (
-        re.compile(r"\(?\s*(?:\\[pb]?mod|(?<=\()\s*mod)(?![a-z])\s*\{?\s*([\w^+-]+)\s*\}?\s*\)?\s*$"),
+        re.compile(r"\(?\s*(?:\\p?mod|(?<=\()\s*mod)(?![a-z])\s*\{?\s*([\w^+-]+)\s*\}?\s*\)?\s*$"),
         r" \\pmod{\1}",
     ),
     (re.compile(r"(?<=\d)\s*([ap])\.?\s?m\b\.?$", re.I), lambda m: f" {m.group(1).upper()}M"),

@@ -31,8 +31,10 @@ _UNIT = re.compile(
 _MARKED = re.compile(r"^(?P<value>.*\S)\s*\\unit\{(?P<unit>[^{}]*)\}$")
 _UPRIGHT = r"\\(?:text(?:rm|bf|it|normal)?|mathrm|[mh]box)\s*\{(?:[^{}]|\^\{-?\d\})*\}"
 _GROUP = _UPRIGHT + r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
-_GROUP = rf"(?:{_GROUP}|\\frac\s*\{{\s*{_GROUP}\s*\}}\s*\{{\s*{_GROUP}\s*\}})"
-_UNIT_CHAIN = re.compile(rf"(?:\\mu\s*)?{_GROUP}(?:\s*(?:(?:\\cdot|/|\.)\s*)?{_GROUP})*\s*[.,]?\s*$")
+_NEXT = r"\s*(?:(?:\\cdot|/|\.)\s*)?"
+_SIDE = rf"\{{\s*{_GROUP}(?:{_NEXT}{_GROUP})*\s*\}}"
+_GROUP = rf"(?:{_GROUP}|\\frac\s*{_SIDE}\s*{_SIDE})"
+_UNIT_CHAIN = re.compile(rf"(?:\\mu\s*)?{_GROUP}(?:{_NEXT}{_GROUP})*\s*[.,]?\s*$")
 _SENTENCE = re.compile(
     r"[^A-Za-z]*(?:or|and|if|when|where|for|is|are|was|not|no|mod|except|unless|than|to|such|with|where|otherwise"
     r"|of \d+|squared|cubed|dozen|plus|minus|[ap]\.?\s?m\b|AM|PM)\b",

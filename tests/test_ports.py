@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from hpcgrpo import ports
+
+OWN = f"of {os.getpid()}"  # the band begins elsewhere for another test session of this machine
 
 
 def ephemeral_start() -> int:
@@ -33,20 +36,20 @@ def test_a_held_port_is_for_servers_with_reuseport_alone() -> None:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             server.bind(("127.0.0.1", held.port))
             server.listen()
-            with socket.create_connection(("127.0.0.1", held.port), timeout=2):
+            with socket.create_connection(("127.0.0.1", held.port), timeout=60):
                 pass
     finally:
         held.close()
 
 
 def test_a_port_that_is_taken_is_passed_over() -> None:
-    first = next(ports.band("job"))
+    first = next(ports.band(f"job {OWN}"))
     with socket.create_server(("127.0.0.1", first)):
-        taken = ports.take(2, "job", "127.0.0.1")
+        taken = ports.take(2, f"job {OWN}", "127.0.0.1")
     try:
         assert first not in [t.port for t in taken]
         assert len({t.port for t in taken}) == 2
-        again = ports.take(1, "job", "127.0.0.1")  # the listener is gone, the other two are held
+        again = ports.take(1, f"job {OWN}", "127.0.0.1")  # the listener is gone, the other two are held
         assert again[0].port == first
         again[0].close()
     finally:
@@ -56,7 +59,7 @@ def test_a_port_that_is_taken_is_passed_over() -> None:
 
 def test_another_process_keeps_off_a_held_port_until_its_holder_dies() -> None:
     script = (
-        "import sys; from hpcgrpo import ports; h = ports.take(1, 'two', '127.0.0.1')[0];"
+        f"import sys; from hpcgrpo import ports; h = ports.take(1, 'two {OWN}', '127.0.0.1')[0];"
         "h.release() if sys.argv[1] == 'released' else None; print(h.port, flush=True); sys.stdin.read()"
     )
     for how in ("held", "released"):  # released: its server is about to bind it
@@ -74,10 +77,10 @@ def test_another_process_keeps_off_a_held_port_until_its_holder_dies() -> None:
 
 def test_no_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "BAND", 2)
-    held = ports.take(2, "full", "127.0.0.1")
+    held = ports.take(2, f"full {OWN}", "127.0.0.1")
     try:
         with pytest.raises(OSError, match="fewer than 1 free TCP ports"):
-            ports.take(1, "full", "127.0.0.1")
+            ports.take(1, f"full {OWN}", "127.0.0.1")
     finally:
         for one in held:
             one.close()

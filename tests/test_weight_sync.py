@@ -28,6 +28,7 @@ from hpcgrpo.generation import broadcast, transports
 from hpcgrpo.generation.weights import WeightSync, WeightSyncError, difference
 
 __all__ = ["engine"]
+Engine = subprocess.Popen[str]
 PROGRAMS = Path(__file__).parent / "programs"
 PROMPTS = torch.randint(3, 90, (6, 20), generator=torch.Generator().manual_seed(3))
 
@@ -35,7 +36,7 @@ PROMPTS = torch.randint(3, 90, (6, 20), generator=torch.Generator().manual_seed(
 class Stream:
     """A sender here and receivers in processes of their own."""
 
-    def __init__(self, receivers: int, *, timeout_seconds: float = 30.0, fault: str = "") -> None:
+    def __init__(self, receivers: int, *, timeout_seconds: float = 60.0, fault: str = "") -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         forks = multiprocessing.get_context("forkserver")
@@ -61,13 +62,21 @@ class Stream:
     def output(self, rank: int) -> Any:
         """What a receiver got, or the error that it ended with."""
         line = self.lines[rank - 1]
-        assert line.poll(30)
+        assert line.poll(120)
         return line.recv()
 
     def end(self) -> None:
         for process in self.receivers:
             process.kill()
             process.join()
+
+
+def wait_until(met: Callable[[], bool]) -> None:
+    """For a minute at most."""
+    end = time.monotonic() + 60
+    while not met():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def tensors() -> list[tuple[str, Tensor]]:
@@ -121,14 +130,14 @@ def test_receivers_hear_at_once_that_the_sender_calls_it_off_or_dies() -> None:
                 stream.group.close()
             for rank in (1, 2):
                 assert isinstance(stream.output(rank), broadcast.StreamError)
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 30
         finally:
             stream.end()
 
 
 def test_a_receiver_that_dies_or_stops_ends_the_stream_in_time() -> None:
-    for fault, seconds in (("die", 5.0), ("stop", 8.0)):
-        stream = Stream(2, timeout_seconds=4.0, fault=fault)
+    for fault, timeout_seconds, seconds in (("die", 60.0, 30.0), ("stop", 4.0, 30.0)):
+        stream = Stream(2, timeout_seconds=timeout_seconds, fault=fault)
         try:
             began = time.monotonic()
             with pytest.raises(broadcast.StreamError):
@@ -179,10 +188,7 @@ def test_making_ahead_keeps_the_order_and_ends_with_its_user() -> None:
     items = broadcast.ahead((made.append(i) or i for i in range(1000)), count=2)
     next(items)
     items.close()  # type: ignore[attr-defined]
-    end = time.monotonic() + 5
-    while any(thread.name == "weights ahead" for thread in threading.enumerate()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: all(thread.name != "weights ahead" for thread in threading.enumerate()))
     assert len(made) < 10
 
 
@@ -195,51 +201,41 @@ def test_a_difference_names_the_tensor() -> None:
 
 
 @pytest.fixture
-def receiving(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """Starts engines without a model -> their URLs."""
+def receiving(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    """Starts engines without a model; `urls_of` tells where they are."""
     secret = tmp_path / "secret"
     secret.write_text("s3cret")
-    processes = []
+    processes: list[Engine] = []
 
-    def start(*fault: str) -> str:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        program = [sys.executable, str(PROGRAMS / "receiving_engine.py"), str(port), str(secret), *fault]
-        processes.append(subprocess.Popen(program))
-        return f"http://127.0.0.1:{port}"
+    def start(*fault: str) -> Engine:
+        program = [sys.executable, str(PROGRAMS / "receiving_engine.py"), str(secret), *fault]
+        processes.append(subprocess.Popen(program, stdout=subprocess.PIPE, text=True))
+        return processes[-1]
 
     yield start
     for process in processes:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
-def up(*urls: str) -> None:
-    end = time.monotonic() + 120
-    for url in urls:
-        while True:
-            try:
-                httpx.get(url, timeout=5)
-                break
-            except httpx.TransportError:
-                assert time.monotonic() < end
-                time.sleep(0.1)
+def urls_of(*engines: Engine) -> list[str]:
+    """Once they listen."""
+    return [f"http://127.0.0.1:{int(one.stdout.readline())}" for one in engines]  # type: ignore[union-attr]
 
 
 def version_of(url: str) -> int | None:
-    version: int | None = httpx.get(url, headers={"Authorization": "Bearer s3cret"}, timeout=5).json()[
-        "version"
-    ]
-    return version
+    state = httpx.get(url, headers={"Authorization": "Bearer s3cret"}, timeout=60).json()
+    return None if state["version"] is None else int(state["version"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["die", "stop"])
 def test_an_engine_lost_on_the_way_is_left_out_and_the_others_get_the_whole_push_again(
-    receiving: Callable[..., str], tmp_path: Path, fault: str
+    receiving: Callable[..., Engine], tmp_path: Path, fault: str
 ) -> None:
-    urls = [receiving(), receiving(fault, "3"), receiving()]
-    up(*urls)
+    """One that hangs is noticed after a third of the time for a push, one that died long before."""
+    timeout_seconds, longest = {"die": (180.0, 50), "stop": (45.0, 60)}[fault]
+    urls = urls_of(receiving(), receiving(fault, "3"), receiving())
     rounds: list[list[str]] = []
 
     def pushed() -> Iterator[tuple[str, Tensor]]:
@@ -250,12 +246,12 @@ def test_an_engine_lost_on_the_way_is_left_out_and_the_others_get_the_whole_push
 
     sync = WeightSync(
         urls, secret="s3cret", rank=0, gather=lambda value: [value], transport="process_group",
-        address="127.0.0.1", device=torch.device("cpu"), bucket_bytes=1, timeout_seconds=45.0, folder=tmp_path,
-        dtype=torch.float32,
+        address="127.0.0.1", device=torch.device("cpu"), bucket_bytes=1, timeout_seconds=timeout_seconds,
+        folder=tmp_path, dtype=torch.float32,
     )  # fmt: skip
     began = time.monotonic()
     assert sync.push(pushed, 3) == [urls[0], urls[2]]
-    assert time.monotonic() - began < (15 if fault == "die" else 45)
+    assert time.monotonic() - began < longest
     assert [version_of(url) for url in (urls[0], urls[2])] == [3, 3]
     assert rounds == [[f"w{i}" for i in range(8)]] * 2  # the broken round too: other ranks gather to its end
     assert sync.push(pushed, 4) == [urls[0], urls[2]]
@@ -372,7 +368,7 @@ WeightSync([{engine.url!r}], secret={engine.secret!r}, rank=0, gather=lambda v: 
     assert engine.state()["version"] is None
     began = time.monotonic()
     engine.push(model, 21, tmp_path)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 50
     assert answers(engine, 21) == expected(model)
 
 
@@ -417,7 +413,7 @@ def test_a_dead_engine_is_left_out(engine: Server, tmp_path: Path) -> None:
         WeightSyncError, match=r"version 42 within 2 s .*http://127.0.0.1:9: /hpcgrpo/state: Connect"
     ):
         sync.push(lambda: named(model), 42)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     sync.close()
 
 
@@ -466,6 +462,14 @@ def test_sharded_ranks_push_together_and_fail_together(
     assert "http://127.0.0.1:9: /hpcgrpo/state: Connect" in reports[0]["error"]
 
 
+def is_a_core(command: Path) -> bool:
+    """Whether a process, by its file in /proc, computes for an engine."""
+    try:
+        return "EngineCore" in command.read_text()
+    except OSError:  # it has ended
+        return False
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_an_engine_killed_in_a_broadcast_comes_back_stale_and_takes_the_weights_again(
@@ -499,7 +503,7 @@ def test_an_engine_killed_in_a_broadcast_comes_back_stale_and_takes_the_weights_
         assert one.process is not None
         listed = Path(f"/proc/{one.process.pid}/task/{one.process.pid}/children").read_text().split()
         children = [Path(f"/proc/{pid}/cmdline") for pid in listed]
-        assert any("EngineCore" in child.read_text() for child in children)
+        assert any(map(is_a_core, children))
 
         def killing() -> Iterator[tuple[str, Tensor]]:
             for count, item in enumerate(named(model)):
@@ -512,8 +516,8 @@ def test_an_engine_killed_in_a_broadcast_comes_back_stale_and_takes_the_weights_
             WeightSyncError, match=rf"no engine took the weights of version 61 .*{server.url}: "
         ):
             sync.push(killing, 61)
-        assert time.monotonic() - began < 25
-        assert not any(child.exists() and "EngineCore" in child.read_text() for child in children)
+        assert time.monotonic() - began < 60
+        wait_until(lambda: not any(map(is_a_core, children)))
         server.poll_until(lambda: one.state == "DEAD")
         server.poll_until(lambda: one.state == "READY")
         assert server.state()["version"] is None

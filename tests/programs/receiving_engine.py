@@ -1,6 +1,6 @@
-"""An engine without a model: `receiving_engine.py PORT SECRET_FILE [die|stop COUNT]`, for faults among several.
+"""An engine without a model: `receiving_engine.py SECRET_FILE [die|stop COUNT]`, for faults among several.
 
-The gate's state and what pushes call are here as in vLLM; `Extension` is the real one but for what it does with the
+It prints its port once it listens. The gate's state and what pushes call are here as in vLLM; `Extension` is the real one but for what it does with the
 tensors. After COUNT tensors of its first push it dies, or stops as a machine does that hangs.
 """
 
@@ -19,8 +19,8 @@ import torch
 from hpcgrpo.generation import broadcast
 from hpcgrpo.generation.vllm_extension import Extension
 
-port, secret = int(sys.argv[1]), Path(sys.argv[2]).read_text()
-fault, count = (sys.argv[3], int(sys.argv[4])) if len(sys.argv) > 3 else ("", 0)
+secret = Path(sys.argv[1]).read_text()
+fault, count = (sys.argv[2], int(sys.argv[3])) if len(sys.argv) > 2 else ("", 0)
 state: dict[str, Any] = {"instance": str(os.getpid()), "version": None, "busy": 0}
 
 
@@ -63,4 +63,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 torch.set_num_threads(1)
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()

@@ -1,6 +1,6 @@
 """Stands in for vLLM's server where a test wants faults at once: `stand_in_server.py PORT WHAT`.
 
-fail: an error before it is up. serve: /health and /metrics, until killed. brief: the same for half a second.
+fail: an error before it is up. serve: /health and /metrics, until killed; at SIGUSR1 it ends with code 7.
 silent: takes connections and answers none. It starts a child that would outlive it, as vLLM's engine would.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import http.server
 import os
+import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -44,7 +44,6 @@ if what == "fail":
 if what == "silent":
     listener = socket.create_server(("127.0.0.1", port), reuse_port=True)
     time.sleep(300)
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))
 server = Server(("127.0.0.1", port), Handler)
-if what == "brief":
-    threading.Timer(0.5, lambda: os._exit(7)).start()
 server.serve_forever()

@@ -44,6 +44,7 @@ Outcome = Literal["right", "wrong", "unparsed", "timeout", "error"]
 Question = tuple[str, str, float | None]  # reference, prediction, tolerance
 WALL_LIMIT_FACTOR = 10  # CPU time is the limit; wall time only catches a process that sleeps
 ANSWERS_PER_PROCESS = 500  # then it is replaced, since the parser's caches grow
+TICKS = 0.9  # of the limit: the kernel counts CPU time in ticks, so that it may be over a little early
 MAX_RESTARTS = 2  # of the template in one call
 START_SECONDS = 300.0  # to load the parser from a cold network file system
 
@@ -168,10 +169,11 @@ class Grader:
             if not waiting:
                 return
             if process.pair is None:
+                now = time.monotonic()  # before the process can begin
                 if not _send(process.line, pairs[waiting[0]]):  # died while idle; the pair is not to blame
                     self._retire(process)
                     return self._hand_out(waiting, pairs)
-                process.pair, process.since_seconds = waiting.popleft(), time.monotonic()
+                process.pair, process.since_seconds = waiting.popleft(), now
 
     def _ready(self) -> list[_Process]:
         """Busy processes that answered or died; kills those that the kernel's limits did not."""
@@ -199,7 +201,8 @@ class Grader:
         if self._template is None or self._template.poll() is not None:
             raise _TemplateDied
         self._retire(process)
-        return "timeout" if time.monotonic() - process.since_seconds >= self.time_limit_seconds else "error"
+        took = time.monotonic() - process.since_seconds
+        return "timeout" if took >= TICKS * self.time_limit_seconds else "error"
 
     def _retire(self, process: _Process) -> None:
         process.line.close()

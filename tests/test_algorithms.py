@@ -245,7 +245,7 @@ def test_refill_stops_at_its_cap_with_what_it_has(rounds: int) -> None:
 
 def over_ranks(ranks: int, work: Callable[[TableRollouts], list[int]], **options: Any) -> list[Any]:
     """Run `work` on each rank in a thread; `total` sums over ranks and fails where one is missing."""
-    barrier, counts, results = threading.Barrier(ranks, timeout=20), [0] * ranks, [None] * ranks
+    barrier, counts, results = threading.Barrier(ranks, timeout=120), [0] * ranks, [None] * ranks
 
     def rank(r: int) -> None:
         def reduce(count: int) -> int:

@@ -15,7 +15,7 @@ from hpcgrpo.rewards import Rewards, build
 from hpcgrpo.rewards.early import Early
 from hpcgrpo.types import Completion, Prompt
 
-SECONDS = 20  # for what must happen at once
+SECONDS = 120  # for what must happen at once
 
 USER = """
 import threading
@@ -33,7 +33,7 @@ def plain(completions, **_): return note("plain", completions)
 def waits(completions, **_):
     values = note("waits", completions)
     CALLED.set()
-    assert GO.wait(20)
+    assert GO.wait(120)
     return values
 waits.scope = "completion"
 def fails(completions, **_): raise OSError("the sandbox is gone")

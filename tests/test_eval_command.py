@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -43,11 +42,13 @@ def test_a_start_that_waits_says_for_whom_and_how_long(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     earlier = claim(tmp_path / "place")
     said: list[str] = []
-    ends = threading.Timer(1.2, earlier.close)
-    ends.start()
-    with claims.sole(tmp_path / "place", say=said.append):
+
+    def say(text: str) -> None:
+        said.append(text)
+        earlier.close()
+
+    with claims.sole(tmp_path / "place", say=say):
         assert earlier.closed
-    ends.join()
     waits, free = said
     assert waits.startswith(f"{tmp_path}/place: pid {os.getpid()} on ")
     assert waits.endswith(" is at work here; waiting up to 180 s for it to end")

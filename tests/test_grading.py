@@ -50,7 +50,7 @@ def running(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pids: list[int], seconds: float = 20.0) -> list[int]:
+def wait_until_gone(pids: list[int], seconds: float = 60.0) -> list[int]:
     end = time.monotonic() + seconds
     while any(map(running, pids)) and time.monotonic() < end:
         time.sleep(0.05)
@@ -372,7 +372,7 @@ def test_each_hostile_answer_costs_little(path: Path) -> None:
     """CPU time, since other work may share the cores: of this process and of the one that grades."""
     with Grader(num_processes=1) as pool:
         pool.grade([EXPRESSION])
-        before, threads = resident_bytes(os.getpid()), threading.active_count()
+        before, threads = resident_bytes(os.getpid()), set(threading.enumerate())
         for gold, answer in hostile_pairs(path):
             began, there = time.process_time(), cpu_seconds(pool.pids()[1:])
             outcome = pool.grade([(gold, answer)])[0]
@@ -381,7 +381,7 @@ def test_each_hostile_answer_costs_little(path: Path) -> None:
             assert here < 0.5, answer[:80]
             assert outcome == "timeout" or cpu_seconds(pids) - there < 2.5, answer[:80]
         assert resident_bytes(os.getpid()) - before < 50_000_000
-        assert threading.active_count() == threads
+        assert not set(threading.enumerate()) - threads
         pids = pool.pids()
     assert wait_until_gone(pids) == []
 
@@ -399,7 +399,7 @@ def test_a_batch_with_hostile_answers_takes_at_most_twice_as_long(path: Path) ->
     with Grader(num_processes=2) as pool:
         pool.grade([EXPRESSION, ("x+2", "2+x")])
         seconds: list[list[float]] = []
-        while not seconds or (len(seconds) < 4 and not undisturbed(seconds)):
+        while not seconds or (len(seconds) < 8 and not undisturbed(seconds)):
             seconds.append([])
             for batch in (cases, mixed, cases):
                 began = time.monotonic()
@@ -436,8 +436,10 @@ def test_a_killed_grader_costs_at_most_its_pair() -> None:
         pool.grade([EXPRESSION, ("x+2", "2+x")])
         hung = threading.Thread(target=lambda: outcomes.extend(pool.grade([("7", HARD), ("x+3", "3+x")])))
         outcomes: list[str] = []
+        began = cpu_seconds(pool.pids()[1:])
         hung.start()
-        time.sleep(1.0)
+        while cpu_seconds(pool.pids()[1:]) < began + 0.5:  # by then the other pair was graded long ago
+            time.sleep(0.05)
         for pid in pool.pids()[1:]:  # the idle one as well
             os.kill(pid, signal.SIGKILL)
         hung.join(60)
@@ -505,9 +507,11 @@ from hpcgrpo.rewards.grading import Grader
 pool = Grader(num_processes=2, time_limit_seconds=60)
 assert pool.grade([("x+1", "1+x"), ("x+2", "2+x")]) == ["right", "right"]
 threading.Thread(target=pool.grade, args=([("7", {hard!r}), ("7", {hard!r} + "+1")],), daemon=True).start()
+while len(pool.pids()) < 3:
+    time.sleep(0.05)
 time.sleep(0.5)
 print(*pool.pids(), flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -368,7 +368,7 @@ def test_in_process_a_stop_costs_nothing(model: Path, tmp_path: Path, kind: int,
         "benchmarks=chain:size=64,addition:size=32", "num_samples=4", "temperature=1.0", "max_completion_length=40",
         "max_batch_tokens=1000", *IN_PROCESS,
     )  # fmt: skip
-    cut = start(model, tmp_path / "cut", *arguments)
+    cut = start(model, tmp_path / "cut", *arguments, "max_batch_tokens=50")  # slower: it must not be done before
     killed_half_way(cut, tmp_path / "cut", 20, kind)
     cut.communicate(timeout=120)
     assert cut.returncode == code
@@ -403,7 +403,7 @@ def test_two_in_one_folder_are_one_too_many(model: Path, tmp_path: Path) -> None
         *IN_PROCESS,
     )
     first = start(model, tmp_path, *arguments)
-    killed_half_way(first, tmp_path, 8, signal.SIGCONT)
+    killed_half_way(first, tmp_path, 8, signal.SIGSTOP)
     second = hpcgrpo("eval", str(model), "--output-dir", str(tmp_path), *arguments)
     assert second.returncode == 2 and f"another evaluation (pid {first.pid} on " in second.stderr
     first.kill()
@@ -417,9 +417,9 @@ def test_with_vllm_killed_and_resumed_it_is_the_same(trained: Path, tmp_path: Pa
     temperature 0 what the model in process says."""
     both = ("benchmarks=chain:digits=4:size=96,gsm8k", f"data_dir={DATA}", "max_completion_length=12", *CHAIN)
     sampled = (*both, "num_samples=4", "temperature=0.7", "top_p=0.95", "vllm_max_concurrency=4")
-    cut = start(trained, tmp_path / "cut", *sampled)
+    cut = start(trained, tmp_path / "cut", *sampled, "vllm_max_concurrency=1")
     killed_half_way(cut, tmp_path / "cut", 30, signal.SIGKILL)
-    cut.communicate(timeout=60)
+    cut.communicate(timeout=120)
     before = texts(tmp_path / "cut")
     for folder, extra in (("cut", ()), ("whole", ("engines=2", "vllm_max_concurrency=16"))):
         line = ("eval", str(trained), "--output-dir", str(tmp_path / folder), *sampled, *extra)

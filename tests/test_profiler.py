@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -276,7 +277,8 @@ def test_the_phases_of_a_real_step_sum_to_it(run: Path) -> None:
         assert min(phases.values()) >= 0
     assert [line["step"] for line in lines(run) if line.get("timing_s/evaluate")] == [2, 3, 4]
     whole = sum(line["step_time"] for line in lines(run))
-    assert sum(line["timing_s/other"] for line in lines(run)) < 0.05 * whole
+    other = [line["timing_s/other"] / line["step_time"] for line in lines(run)]
+    assert median(other) < 0.05, other  # a machine that stands still does so in any phase
     assert sum(sum(of_phases(line, "timing_cpu_s/").values()) for line in lines(run)) < 2 * whole
 
 

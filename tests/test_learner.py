@@ -305,6 +305,21 @@ def test_a_checkpoint_brings_back_weights_and_optimizer(model: Path, tmp_path: P
     assert all(torch.equal(expected[n], t) for n, t in other.weights().items())
 
 
+def test_a_checkpoint_from_before_the_first_step_changes_nothing(model: Path, tmp_path: Path) -> None:
+    """A run that is told to stop in its first step leaves one; neither the run that goes on from it nor the learner
+    that wrote it differs from one that never saved."""
+    alone, one, other = (Saving(model, tmp_path) for _ in range(3))
+    alone.step()
+    alone.step()
+    one.save(0)
+    state, _ = checkpoint.load(tmp_path / "checkpoint-0", other.learner.state())
+    other.learner.load_state(state)
+    for each in (one, other):
+        each.step()
+        each.step()
+        assert all(torch.equal(expected, each.weights()[n]) for n, expected in alone.weights().items())
+
+
 def test_half_written_checkpoints_are_never_loaded_and_old_ones_go(model: Path, tmp_path: Path) -> None:
     one = Saving(model, tmp_path, keep=2)
     for step in (1, 2, 3):

@@ -204,7 +204,11 @@ class FsdpLearner:
 
     def state(self) -> dict[str, Any]:
         """The sharded training state, as torch.distributed.checkpoint takes it."""
+        begun = bool(self.optimizer.state)
         model, optimizer = get_state_dict(self.model, self.optimizer)
+        if not begun:  # torch made the moments by a step with zero gradients, which Adam has counted
+            for kept in self.optimizer.state.values():
+                kept["step"].zero_()
         return {"model": model, "optimizer": optimizer}
 
     def load_state(self, state: dict[str, Any]) -> None:

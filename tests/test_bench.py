@@ -301,7 +301,9 @@ def best_ratios(least: Mapping[str, float], script: str, *arguments: str) -> dic
     best: dict[str, dict[str, Any]] = {}
     for _ in range(3):
         rows = rows_of(script, *arguments)
-        best = {name: max(rows[name], best.get(name, rows[name]), key=lambda row: row["ratio"]) for name in least}
+        best = {
+            name: max(rows[name], best.get(name, rows[name]), key=lambda row: row["ratio"]) for name in least
+        }
         if all(best[name]["ratio"] >= ratio for name, ratio in least.items()):
             break
     return best

@@ -368,7 +368,8 @@ def test_in_process_a_stop_costs_nothing(model: Path, tmp_path: Path, kind: int,
         "benchmarks=chain:size=64,addition:size=32", "num_samples=4", "temperature=1.0", "max_completion_length=40",
         "max_batch_tokens=1000", *IN_PROCESS,
     )  # fmt: skip
-    cut = start(model, tmp_path / "cut", *arguments, "max_batch_tokens=50")  # slower: it must not be done before
+    slower = "max_batch_tokens=50"  # lest it be done before it is ended
+    cut = start(model, tmp_path / "cut", *arguments, slower)
     killed_half_way(cut, tmp_path / "cut", 20, kind)
     cut.communicate(timeout=120)
     assert cut.returncode == code

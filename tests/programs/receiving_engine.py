@@ -1,7 +1,8 @@
 """An engine without a model: `receiving_engine.py SECRET_FILE [die|stop COUNT]`, for faults among several.
 
-It prints its port once it listens. The gate's state and what pushes call are here as in vLLM; `Extension` is the real one but for what it does with the
-tensors. After COUNT tensors of its first push it dies, or stops as a machine does that hangs.
+It prints its port once it listens. The gate's state and what pushes call are here as in vLLM; `Extension` is the real
+one but for what it does with the tensors. After COUNT tensors of its first push it dies, or stops as a machine does
+that hangs.
 """
 
 from __future__ import annotations

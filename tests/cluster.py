@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ SCRIPT = ROOT / "slurm" / "devcluster.sh"
 SLOW_REWARD = Path(__file__).parent / "programs" / "slow_reward.py"
 REPORT: list[str] = []  # what tests measured, for the end of the session
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL"}
-REQUEUE_SECONDS = 20.0  # a final state may still be followed by a requeue for so long
+REQUEUE_SECONDS = 60.0  # a final state may still be followed by a requeue for so long
 DAEMONS = re.compile(r"^(bash \S*/node-init |\S*slurmd |\S*slurmd:|sleep 1$)")
 LAST_LINES = 40  # of each log, shown when a test fails
 
@@ -142,7 +142,7 @@ class Cluster:
             )
             time.sleep(0.3)
 
-    def until(self, met: Callable[[], Any], what: str, *, timeout_seconds: float = 60) -> Any:
+    def until(self, met: Callable[[], Any], what: str, *, timeout_seconds: float = 120) -> Any:
         """Wait until `met` returns something true -> that."""
         deadline = time.monotonic() + timeout_seconds
         while not (value := met()):
@@ -188,17 +188,19 @@ class Cluster:
         """PID namespace -> node, of the nodes that are on."""
         names = {}
         for i in range(self.nodes):
-            path = self.folder / "run" / f"node{i}.pid"
-            if path.exists():
-                outer = path.read_text().split()[0]
+            if pid := _read(self.folder / "run" / f"node{i}.pid").split():
+                outer = pid[0]
                 children = _read(Path(f"/proc/{outer}/task/{outer}/children")).split()
                 names.update({_link(f"/proc/{c}/ns/pid"): f"node{i}" for c in children})
         return names
 
     # --------------------------------------------------------------------------------------- per test
 
-    def settle(self) -> list[str]:
-        """Bring the cluster back to idle after a test -> what the test had left behind."""
+    def settle(self, patience_seconds: float = 30) -> list[str]:
+        """Bring the cluster back to idle after a test -> what the test had left behind.
+
+        Processes, Slurm's own step daemons too, have `patience_seconds` to go.
+        """
         self.boot("slurmctld")
         queued = self.login("squeue", "-h", "-o", "%A %T").stdout.split("\n")
         left = [f"job {line}" for line in queued if line and "COMPLETING" not in line]
@@ -207,19 +209,20 @@ class Cluster:
         for i in range(self.nodes):
             self.boot(f"node{i}")
         self._wait_idle()
-        deadline = time.monotonic() + 5  # Slurm's own step daemons take a moment to go
+        deadline = time.monotonic() + patience_seconds
         while (stray := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         left += [f"process {p.command!r} on {p.node}" for p in stray]
         for process in stray:
-            os.kill(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
         self.runs.clear()
         self.seen.clear()
         return left
 
     def _wait_idle(self) -> None:
         """Downed nodes are resumed; a node that stays up is idle once its last job has been cleared away."""
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 120
         while True:
             lines = self.login("sinfo", "-h", "-N", "-p", "main", "-o", "%N %T").stdout.split("\n")
             busy = [line for line in lines if line and not line.endswith(" idle")]
@@ -265,10 +268,10 @@ def running(*, nodes: int, accounting: bool = False) -> Iterator[Cluster]:
     number, lock = _free_id()
     cluster = Cluster(nodes=nodes, accounting=accounting, id=number)
     try:
-        cluster.script("start", str(nodes), timeout_seconds=120)
+        cluster.script("start", str(nodes), timeout_seconds=300)
         yield cluster
     finally:
-        cluster.script("stop", check=False)
+        cluster.script("stop", check=False, timeout_seconds=120)
         os.close(lock)
 
 
@@ -325,14 +328,16 @@ name: {name}
 model_name_or_path: {model}
 output_dir: {folder}/logs
 algorithm: {{name: grpo, num_generations: 4}}
-rewards: {{accuracy: {{weight: 1.0, require_box_or_tag: false}}, "{slow}:slowly": {{weight: 1.0, seconds: {seconds}}}}}
+rewards:
+  accuracy: {{weight: 1.0, require_box_or_tag: false}}
+  "{slow}:slowly": {{weight: 1.0, seconds: {seconds}{hold}}}
 data: {{preset: chain, max_samples: 64, options: {{digits: 4}}}}
 generation: {{backend: {backend}, max_prompt_length: 32, max_completion_length: 8, vllm_server_timeout: 180,
              vllm_request_timeout: 60, vllm_max_concurrency: 32, weight_sync_timeout: 60, vllm_dtype: float32}}
 train: {{train_batch_size: 16, max_steps: {steps}, learning_rate: 1.0e-3, save_steps: {save_steps},
         save_total_limit: null}}
 cluster: {{nodes: {nodes}, vllm_nodes: {vllm_nodes}, nproc_per_node: {nproc}, threads_per_rank: 1, timeout_min: 30,
-          slurm_partition: main, cpus_per_task: 8, rendezvous_timeout: 60, idle_timeout_min: 3}}
+          slurm_partition: main, cpus_per_task: 8, rendezvous_timeout: 150, idle_timeout_min: 8}}
 device: cpu
 grader_processes: 1
 report_to: []
@@ -350,9 +355,11 @@ def write_cluster_config(
     steps: int = 4,
     save_steps: int = 2,
     step_seconds: float = 0.0,
+    hold: Path | None = None,
 ) -> Path:
     """A small run for the cluster -> its YAML. The model is made once per folder; a step lasts `step_seconds` longer.
 
+    Every start does one step, and no more for as long as there is a file `hold`.
     Anything else is set by overrides. What is sampled and learnt depends on no argument but `steps`, and on
     `backend` and `nodes` by rounding only.
     """
@@ -364,7 +371,7 @@ def write_cluster_config(
     values = {"nodes": nodes, "vllm_nodes": vllm_nodes, "nproc": nproc, "backend": backend, "steps": steps}
     text = CONFIG.format(
         name=name, model=folder / "model", folder=folder, slow=SLOW_REWARD, seconds=step_seconds,
-        save_steps=save_steps, **values,
+        hold="" if hold is None else f", hold: {hold}, free: 1", save_steps=save_steps, **values,
     )  # fmt: skip
     path.write_text(text)
     return path

@@ -318,7 +318,7 @@ def test_a_run_told_to_stop_goes_on_as_if_it_had_not(folder: Path, tmp_path: Pat
             assert time.monotonic() < deadline and run.poll() is None
             time.sleep(0.02)
         run.terminate()
-        _, said = run.communicate(timeout=100)
+        _, said = run.communicate(timeout=200)
     if run.returncode == 143:  # else it was done before
         assert "given up" not in said
         done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200)

@@ -23,10 +23,12 @@ SLOW = Path(__file__).parent / "programs" / "slow_reward.py"
 def test_sigterm_saves_and_ends(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     common = [str(path), f"output_dir={tmp_path}/logs", "train.save_steps=100", "report_to=[]"]
-    common += [f'rewards={{"{SLOW}:slowly": {{weight: 1.0, seconds: 0.5}}}}']
+    hold = tmp_path / "hold"  # after two steps of two calls each
+    common += [f'rewards={{"{SLOW}:slowly": {{weight: 1.0, seconds: 0.5, hold: {hold}, free: 4}}}}']
     whole, ended = tmp_path / "logs" / "whole", tmp_path / "logs" / "ended"
     assert hpcgrpo("train", *common, "name=whole").returncode == 0
 
+    hold.touch()
     command = [sys.executable, "-m", "hpcgrpo.cli", "train", *common, "name=ended"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as run:
         deadline = time.monotonic() + 120
@@ -34,7 +36,8 @@ def test_sigterm_saves_and_ends(tmp_path: Path) -> None:
             assert time.monotonic() < deadline and run.poll() is None
             time.sleep(0.1)
         run.terminate()
-        _, said = run.communicate(timeout=60)
+        hold.unlink()
+        _, said = run.communicate(timeout=200)
     assert run.returncode == 143, said
     assert "ended by SIGTERM; the same command goes on from here" in said
     step, finished = newest_checkpoint(ended, TrainConfig(max_steps=6))

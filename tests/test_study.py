@@ -24,6 +24,7 @@ from hpcgrpo.study.design import Study
 from hpcgrpo.study.warm_start import admitted, task_options
 
 ROOT = Path(__file__).parents[1]
+SLOW_REWARD = Path(__file__).parent / "programs" / "slow_reward.py"
 BASE = """
 name: base
 model_name_or_path: {model}
@@ -475,6 +476,9 @@ def test_a_study_that_is_killed_and_run_again_gives_the_same_table(tmp_path: Pat
     """Once killed outright, once ended by SIGTERM, against one that ran through; one of its runs has two ranks."""
     model = make_model(tmp_path / "model")
     text = STUDY.replace("GRPO 4: {}", "GRPO 4: {cluster.nproc_per_node: 2}")
+    hold = tmp_path / "hold"  # where it is, iGRPO's runs end their first step, of two calls, and no other
+    slowly = f"rewards: {{'{SLOW_REWARD}:slowly': {{weight: 1.0, hold: {hold}, free: 2}}}}"
+    text = text.replace("num_generations: 4}}}", f"num_generations: 4}}}}, {slowly}}}")
     path = write(tmp_path, text, model=str(model))
 
     def study(name: str, *more: str) -> subprocess.Popen[str]:
@@ -502,14 +506,16 @@ def test_a_study_that_is_killed_and_run_again_gives_the_same_table(tmp_path: Pat
     )
     first.kill()
     first.communicate()
-    until(lambda: not left_running(tmp_path / "cut"), 20)
+    until(lambda: not left_running(tmp_path / "cut"), 60)
     assert sum(map(steps, (tmp_path / "cut" / "small").glob("*"))) < 16
+    hold.touch()
     second = study("cut")
     until(lambda: steps(tmp_path / "cut" / "small" / "iGRPO-2-4_seed0") >= 1 or second.poll() is not None)
     second.send_signal(signal.SIGTERM)
+    hold.unlink()
     code, out, err = ended(second)
     assert code == 143 and "SIGTERM: " in err and "the same command goes on from here" in err, err
-    assert not left_running(tmp_path / "cut")
+    until(lambda: not left_running(tmp_path / "cut"), 20)
     code, out, err = ended(study("cut"))
     assert code == 0, err
     assert timeless(json.loads(out)) == timeless(whole)

@@ -134,14 +134,13 @@ def test_a_prompt_that_is_too_long_is_dropped_and_the_others_stay(generator: Vll
 
 
 def test_requests_that_are_given_up_end_in_the_engine(generator: VllmGenerator, engine: Server) -> None:  # noqa: F811
-    began = time.monotonic()
-    generator.stopping = lambda: engine.state()["busy"] == 8 or time.monotonic() - began > 20
+    generator.stopping = lambda: engine.state()["busy"] > 0  # 8 but for those that have just ended
     generator.stop_token_ids, generator.max_concurrency = [1], 8
     with pytest.raises(Stopped):
         generator.generate(made_requests(400), Sampling(1.0, 200))
     ended = time.monotonic()
     while engine.state()["busy"]:
-        assert time.monotonic() - ended < 10
+        assert time.monotonic() - ended < 60
         time.sleep(0.1)
 
 

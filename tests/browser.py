@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,9 +69,11 @@ class Browser:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=path.resolve().as_uri())
-        while not any(e.get("method") == "Page.loadEventFired" for e in self.events):
-            self.events.append(self._next())
+        place = path.resolve().as_uri()
+        self.call("Page.navigate", url=place)
+        # not a load event, which may be that of the empty page before
+        while self.value("[location.href, document.readyState].join(' ')") != f"{place} complete":
+            time.sleep(0.02)
 
     def value(self, expression: str) -> Any:
         """What a JavaScript expression gives."""
@@ -117,4 +120,4 @@ def browser() -> Iterator[Browser]:
             yield Browser(back, out)
         finally:
             process.terminate()
-            process.wait(20)
+            process.wait(120)

@@ -63,7 +63,7 @@ finish() { # NAME [SIGNAL]
   local pid i
   if pid=$(alive "$1"); then
     kill "-${2:-TERM}" "$pid" 2>/dev/null || true
-    for ((i = 0; i < 100; i++)); do alive "$1" >/dev/null || break; sleep 0.05; done
+    for ((i = 0; i < 400; i++)); do alive "$1" >/dev/null || break; sleep 0.05; done
     if alive "$1" >/dev/null; then kill -KILL "$pid" 2>/dev/null || true; fi
   fi
   rm -f "$DIR/run/$1.pid"
@@ -227,12 +227,12 @@ start_munged() {
   spawn munged munged --foreground --force --key-file="$DIR/munge.key" \
     --socket="$DIR/run/munge.socket" --pid-file="$DIR/run/munged.own.pid" \
     --log-file="$DIR/log/munged.log" --seed-file="$DIR/run/munged.seed"
-  waitfor 10 munged munge -n -S "$DIR/run/munge.socket"
+  waitfor 30 munged munge -n -S "$DIR/run/munge.socket"
 }
 
 start_slurmctld() {
   spawn slurmctld slurmctld -D
-  waitfor 20 slurmctld scontrol ping
+  waitfor 50 slurmctld scontrol ping
 }
 
 start_slurmdbd() {
@@ -242,7 +242,7 @@ start_slurmdbd() {
   spawn mariadbd mariadbd --no-defaults --user=mysql --datadir="$DB" --socket="$DB/sock" \
     --pid-file="$DB/pid" --skip-networking --innodb-buffer-pool-size=128M \
     --innodb-log-file-size=16M --innodb-lock-wait-timeout=900
-  waitfor 30 mariadbd mariadb --no-defaults -S "$DB/sock" -e 'select 1'
+  waitfor 90 mariadbd mariadb --no-defaults -S "$DB/sock" -e 'select 1'
   mariadb --no-defaults -S "$DB/sock" -e "create user slurm@localhost identified by 'devcluster';
     grant all on slurm_acct_db.* to slurm@localhost"
   (umask 077; cat >"$DIR/slurmdbd.conf") <<CONF
@@ -260,7 +260,7 @@ StorageUser=slurm
 StoragePass=devcluster
 CONF
   MYSQL_UNIX_PORT=$DB/sock spawn slurmdbd slurmdbd -D
-  waitfor 30 slurmdbd sacctmgr -n show cluster
+  waitfor 60 slurmdbd sacctmgr -n show cluster
   sacctmgr -i add cluster devcluster >/dev/null
   sacctmgr -i add account research >/dev/null
   sacctmgr -i add user root account=research >/dev/null
@@ -365,7 +365,7 @@ cmd_start() { # [N]
     start_slurmctld
   fi
   for name in $(nodes); do start_node "$name"; done
-  for name in $(nodes); do waitfor 30 "$name" up "$name"; done
+  for name in $(nodes); do waitfor 60 "$name" up "$name"; done
   echo "devcluster: $n nodes up; export SLURM_CONF=$SLURM_CONF"
 }
 

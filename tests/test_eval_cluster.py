@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,8 +49,8 @@ def train(slurm: Cluster, run: Path, command: str, *options: str) -> str:
     return str(job)
 
 
-def checkpoints(run: Path, count: int, seconds: float, keep: int) -> str:
-    return f"{sys.executable} {PROGRAM} train {run} {count} {seconds} {keep}"
+def checkpoints(run: Path, count: int, seconds: float, keep: int, go_on: Path | None = None) -> str:
+    return f"{sys.executable} {PROGRAM} train {run} {count} {seconds} {keep} {go_on or ''}"
 
 
 def evaluate(
@@ -71,16 +70,23 @@ def evaluate(
     return done
 
 
-def follow(folder: Path) -> tuple[int, str, list[str]]:
-    """The code, what the merge printed, what was told."""
+def follow(folder: Path, *, interrupted: bool = False) -> tuple[int, str, list[str]]:
+    """The code, what the merge printed, what was told; `interrupted` as by Ctrl-C once the jobs' states are told."""
     out, told = io.StringIO(), list[str]()
-    return jobs.follow(folder, out=out, tell=told.append, poll_seconds=0.5), out.getvalue(), told
+
+    def tell(text: str) -> None:
+        told.append(text)
+        if interrupted and len(told) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return jobs.follow(folder, out=out, tell=tell, poll_seconds=0.5), out.getvalue(), told
 
 
 def starts(folder: Path, name: str) -> list[dict[str, str]]:
-    """The variables that each start of a task found."""
+    """The variables that each start of a task found, of those that are written whole."""
     path = folder / f"{name}.starts"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def left(folder: Path) -> bool:
@@ -115,8 +121,7 @@ def test_an_evaluation_waits_for_its_training(
         ConfigError, match=rf"live as job {array}, {done.merge}; .* `scancel {array} {done.merge}`"
     ):
         evaluate(slurm, run, folder, after=training)
-    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    code, _, told = follow(folder)
+    code, _, told = follow(folder, interrupted=True)
     assert code == 130 and f"scancel {array} {done.merge}" in told[-1] and len(jobs.live(folder)) == 4
     slurm.login("scontrol", "release", training)
     code, out, told = follow(folder)
@@ -169,7 +174,7 @@ def test_elements_come_back_after_a_crash_and_after_a_stop_but_not_when_cancelle
     )  # fmt: skip
     for name in ("crashed", "ended"):
         slurm.until(partial(starts, folder, name), f"{name} runs")
-    slurm.until(lambda: len(starts(folder, "stopped")) == 2, "the second start", timeout_seconds=60)
+    slurm.until(lambda: len(starts(folder, "stopped")) == 2, "the second start")
     slurm.login("scancel", done.elements["ended"])
     slurm.wait_for(done.elements["ended"], "CANCELLED")
     slurm.crash(slurm.job(done.elements["crashed"])["NodeList"])
@@ -225,7 +230,8 @@ def test_checkpoints_are_evaluated_as_they_appear_though_the_training_removes_th
 ) -> None:
     """The watch is a job that starts when the training does, and again when it was stopped; so are its evaluations."""
     run = tmp_path / "run"
-    training = train(slurm, run, checkpoints(run, 3, 4, 2), "--hold")
+    go_on = tmp_path / "go_on"  # the first one is there until it was seen
+    training = train(slurm, run, checkpoints(run, 3, 2, 2, go_on), "--hold")
     file, place = tmp_path / "watch.json", run / "eval" / "rolling"
     file.write_text(json.dumps({"run": str(run), "cluster": CLUSTER.model_dump()}))
     common = {"cluster": CLUSTER, "after": training, "name": "ev", "folder": place}
@@ -235,13 +241,14 @@ def test_checkpoints_are_evaluated_as_they_appear_though_the_training_removes_th
     with pytest.raises(ConfigError, match=f"watched by job {watch} already"):
         jobs.submit_watch(file, commands=evaluation_job.commands(), **common)  # type: ignore[arg-type]
     slurm.login("scontrol", "release", training)
-    slurm.until(lambda: "1" in rolling.table(run), "the first checkpoint", timeout_seconds=60)
+    slurm.until(lambda: "1" in rolling.table(run), "the first checkpoint")
+    go_on.touch()
     slurm.login("scancel", "--signal=USR2", watch)
     assert slurm.wait_for(watch, "COMPLETED", timeout_seconds=120)["Restarts"] == "1"
-    slurm.until(lambda: len(rolling.curve(run)) == 3, "the last merge", timeout_seconds=60)
+    slurm.until(lambda: len(rolling.curve(run)) == 3, "the last merge")
     assert rolling.curve(run) == {step: {"a": step / 10, "b": step / 10} for step in (1, 2, 3)}
     assert {p.name for p in (run / "checkpoints").iterdir()} == {"checkpoint-2", "checkpoint-3"}
-    assert not list((run / "eval").glob("checkpoint-*/model"))
+    slurm.until(lambda: not list((run / "eval").glob("checkpoint-*/model")), "kept models are removed")
     for step in (1, 2, 3):
         folder = rolling.folder_of(run, step)
         slurm.until(partial(left, folder), "the merge leaves the queue")

@@ -10,6 +10,7 @@ import pytest
 from cluster import Cluster, write_cluster_config
 
 from hpcgrpo import config
+from hpcgrpo.journal import read_metrics
 from hpcgrpo.launch import slurm, submit
 from hpcgrpo.study import array, design
 from hpcgrpo.study.cells import Cell
@@ -25,9 +26,9 @@ metrics: {{reward: last, completions/sampled: sum}}
 """
 
 
-def write(folder: Path, *, step_seconds: float = 0.0, steps: int = 2, nodes: int = 1) -> Path:
+def write(folder: Path, *, hold: Path | None = None, steps: int = 2, nodes: int = 1) -> Path:
     """A study of four small runs -> its YAML."""
-    base = write_cluster_config(folder, nodes=nodes, steps=steps, save_steps=1, step_seconds=step_seconds)
+    base = write_cluster_config(folder, nodes=nodes, steps=steps, save_steps=1, hold=hold)
     path = folder / "study.yaml"
     path.write_text(STUDY.format(base=base.name))
     return path
@@ -38,8 +39,7 @@ def cells(path: Path) -> list[Cell]:
 
 
 def lines(cell: Cell) -> list[int]:
-    path = cell.run.folder / "metrics.jsonl"
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+    return [line["step"] for line in read_metrics(cell.run.folder)]
 
 
 def job_ids(said: str) -> list[str]:
@@ -103,8 +103,13 @@ def test_a_study_runs_as_an_array_to_its_table(cluster: Cluster, tmp_path: Path)
 @pytest.mark.long
 @pytest.mark.slow
 def test_an_element_is_requeued_and_a_live_one_is_not_queued_twice(cluster: Cluster, tmp_path: Path) -> None:
-    """One element is requeued by hand, one is cancelled; the same command takes up what is not finished."""
-    path = write(tmp_path, steps=4, step_seconds=1.0)
+    """One element is requeued by hand, one is cancelled; the same command takes up what is not finished.
+
+    Until it has looked at the queue, no run gets further than its first step.
+    """
+    hold = tmp_path / "hold"
+    hold.touch()
+    path = write(tmp_path, steps=4, hold=hold)
     common = ("study", str(path), "--executor", "slurm", "--output-dir", str(tmp_path / "logs"))
     first = cluster.hpcgrpo(*common, "--array-parallelism", "2")
     assert first.returncode == 0, first.stderr
@@ -117,6 +122,7 @@ def test_an_element_is_requeued_and_a_live_one_is_not_queued_twice(cluster: Clus
     cluster.login("scontrol", "requeue", f"{job}_0")
     cluster.login("scancel", f"{job}_3")
     second = cluster.hpcgrpo(*common)
+    hold.unlink()
     assert second.returncode == 0, second.stderr
     assert "3 in the queue" in second.stderr and "1 runs" in second.stderr, second.stderr
     (other,) = job_ids(second.stderr)

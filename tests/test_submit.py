@@ -17,6 +17,7 @@ from cluster import Cluster, write_cluster_config
 
 from hpcgrpo import config
 from hpcgrpo.config import ConfigError
+from hpcgrpo.journal import read_metrics
 from hpcgrpo.launch import follow, queue, submit
 from hpcgrpo.launch.job import job_for
 from hpcgrpo.sections import RunConfig
@@ -24,9 +25,12 @@ from hpcgrpo.sections import RunConfig
 LATER = "cluster.slurm_additional_parameters={begin: now+1hour}"  # a job that stays in the queue
 
 REWARD = """
-import time, hpcgrpo
+import itertools, os, time, hpcgrpo
+CALLS = itertools.count(1)
 def one(completions, **columns):
-    time.sleep(0.5)
+    held = next(CALLS) > 2
+    while held and os.path.exists({hold!r}):
+        time.sleep(0.05)
     with open({record!r}, "a") as file:
         print(__file__, hpcgrpo.__file__, file=file)
     return [float(len(text) % 3) for text in completions]
@@ -193,7 +197,7 @@ def test_following_outlasts_the_controller_and_tells_of_a_cancelled_job(
     slurm.boot("slurmctld")
     slurm.until(lambda: heard("answers again"), "the controller is heard again")
     slurm.cancel(job)
-    thread.join(60)
+    thread.join(200)
     assert codes == [1]
     assert heard("Slurm says CANCELLED") and said.count("still following") == 1
 
@@ -223,8 +227,9 @@ def test_a_run_is_followed_through_a_requeue_with_the_code_it_was_submitted_with
     """In a folder whose name the shell and Slurm would both read as something else."""
     folder = tmp_path / "it's 100%x `y`"
     folder.mkdir()
-    record = tmp_path / "record"
-    (folder / "mine.py").write_text(REWARD.format(record=str(record)))
+    record, hold = tmp_path / "record", tmp_path / "hold"
+    hold.touch()  # its third step waits until it is requeued
+    (folder / "mine.py").write_text(REWARD.format(record=str(record), hold=str(hold)))
     yaml = write_cluster_config(folder, nodes=1, steps=5, save_steps=1)
     config_path, metrics = str(yaml), folder / "logs" / "run" / "metrics.jsonl"
     command = ("submit", config_path, "rewards={'mine:one': 1.0}", "--wait")
@@ -238,6 +243,8 @@ def test_a_run_is_followed_through_a_requeue_with_the_code_it_was_submitted_with
         (folder / "mine.py").write_text("raise SystemExit('edited')\n")
         slurm.until(lambda: steps(metrics)[1:], "two steps", timeout_seconds=200)
         slurm.login("scontrol", "requeue", job)
+        slurm.until((folder / "logs" / "run" / "slurm" / f"{job}.1").exists, "the next start")
+        hold.unlink()
         done = waiting.result()
     assert done.returncode == 0, done.stdout + done.stderr
     assert steps(metrics) == [1, 2, 3, 4, 5]
@@ -258,7 +265,7 @@ def job_of(folder: Path) -> str | None:
 
 
 def steps(metrics: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    return [line["step"] for line in read_metrics(metrics.parent)]
 
 
 @pytest.mark.slow
@@ -284,7 +291,8 @@ def test_a_dry_run_leaves_a_script_that_can_be_queued_by_hand(slurm: Cluster, tm
     again = slurm.hpcgrpo("submit", str(yaml), "--dry-run", "train.learning_rate=0.5", cwd=tmp_path)
     assert again.returncode == 0 and answer["command"] in again.stdout
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and "dry-run" not in p.parts} == before
-    refusal = slurm.login("sbatch", "--wait", answer["script"], cwd=elsewhere, check=False)
+    queued_by_hand = ("sbatch", "--wait", answer["script"])
+    refusal = slurm.login(*queued_by_hand, cwd=elsewhere, check=False, timeout_seconds=240)
     assert refusal.returncode == 2  # the folder holds a run with another learning rate
 
 
@@ -295,7 +303,7 @@ def test_a_finished_run_is_not_queued_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hpcgrpo.cli", "submit", str(yaml)]
 
     def run(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *more], capture_output=True, text=True, timeout=200)
+        return subprocess.run([*command, *more], capture_output=True, text=True, timeout=400)
 
     several = run("--executor", "debug", "cluster.nodes=2")
     assert several.returncode == 2 and "cluster.nodes 2: --executor debug" in several.stderr
@@ -311,7 +319,7 @@ def test_a_finished_run_is_not_queued_again(tmp_path: Path) -> None:
 def test_the_local_executor_runs_every_node_here(tmp_path: Path) -> None:
     yaml = write_cluster_config(tmp_path, nodes=2, steps=1)
     command = [sys.executable, "-m", "hpcgrpo.cli", "submit", str(yaml), "--executor", "local", "--wait"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[node 0]" in done.stdout and "[node 1]" in done.stdout
     assert steps(tmp_path / "logs" / "run" / "metrics.jsonl") == [1]

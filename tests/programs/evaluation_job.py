@@ -3,7 +3,8 @@
 evaluation_job.py task TASK.json     writes <benchmark>.json; what its run's file `play.json` says of it comes first
 evaluation_job.py merge FOLDER       summary.json with what is there and why the rest is missing
 evaluation_job.py watch FILE         every checkpoint of a run as it appears, with these programs
-evaluation_job.py train FOLDER N S K  checkpoints 1 to N in FOLDER, S seconds each, of which K stay
+evaluation_job.py train FOLDER N S K [FILE]  checkpoints 1 to N in FOLDER, S seconds each, of which K stay; all but the
+                                     first once there is FILE
 """
 
 from __future__ import annotations
@@ -69,9 +70,11 @@ def merge(folder: Path) -> int:
     return 1 if missing else 0
 
 
-def train(folder: Path, checkpoints: int, seconds: float, keep: int) -> int:
+def train(folder: Path, checkpoints: int, seconds: float, keep: int, go_on: Path | None = None) -> int:
     """Whole checkpoints as a run writes them, of which the oldest go."""
     for step in range(1, checkpoints + 1):
+        while step > 1 and go_on is not None and not go_on.exists():
+            time.sleep(0.1)
         time.sleep(seconds)
         draft = folder / "checkpoints" / f".checkpoint-{step}.tmp"
         (draft / "state").mkdir(parents=True)
@@ -136,5 +139,5 @@ def commands() -> Any:
 if __name__ == "__main__":
     what, place, *rest = sys.argv[1:]
     if what == "train":
-        sys.exit(train(Path(place), int(rest[0]), float(rest[1]), int(rest[2])))
+        sys.exit(train(Path(place), int(rest[0]), float(rest[1]), int(rest[2]), *map(Path, rest[3:])))
     sys.exit({"task": task, "merge": merge, "watch": watch, "submit": submit}[what](Path(place)))

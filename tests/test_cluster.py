@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import REPORT, Cluster, write_cluster_config
+from cluster import REPORT, SLOW_REWARD, Cluster, write_cluster_config
 from transformers import AutoModelForCausalLM
 
 from hpcgrpo import tiny
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def overrides(folder: Path, model: Path, name: str, *more: str) -> list[str]:
     common = [f"model_name_or_path={model}", f"output_dir={folder}", f"name={name}", EVAL]
-    return [*common, "train.save_total_limit=null", "generation.vllm_server_timeout=240", *more]
+    return [*common, "train.save_total_limit=null", "generation.vllm_server_timeout=340", *more]
 
 
 def rows(run: Path, name: str) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def shipped(session_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, 
     """The shipped configuration on three nodes: one of vLLM, two of two learner ranks each -> the run's folder."""
     folder, began = tmp_path_factory.mktemp("shipped"), time.time()
     done = session_cluster.hpcgrpo(
-        "submit", str(SHIPPED), *overrides(folder, model, "shipped"), "--wait", timeout_seconds=400
+        "submit", str(SHIPPED), *overrides(folder, model, "shipped"), "--wait", timeout_seconds=800
     )
     seconds, run = time.time() - began, folder / "shipped"
     assert done.returncode == 0, done.stdout + done.stderr
@@ -155,9 +155,12 @@ def without_noise(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -
 
 @pytest.mark.long
 def test_engines_that_die_cost_no_step(cluster: Cluster, tmp_path: Path, model: Path) -> None:
-    """kill -9 of an engine, then the crash of its node: the run finishes, every step once, by current weights."""
-    slow = ROOT / "tests" / "programs" / "slow_reward.py"
-    rewards = f'rewards={{"{slow}:slowly": {{weight: 1.0, seconds: 0.7}}}}'
+    """kill -9 of an engine, then the crash of its node: the run finishes, every step once, by current weights.
+
+    While something is done to it, the run is held in the middle of a step.
+    """
+    hold = tmp_path / "hold"
+    rewards = f'rewards={{"{SLOW_REWARD}:slowly": {{weight: 1.0, seconds: 0.7, hold: {hold}}}}}'
     job = cluster.submit(
         SHIPPED,
         *overrides(tmp_path, model, "dying", rewards, "cluster.nproc_per_node=1", "train.max_steps=8"),
@@ -168,18 +171,23 @@ def test_engines_that_die_cost_no_step(cluster: Cluster, tmp_path: Path, model: 
         return max((m["step"] for m in read_metrics(run)), default=0)
 
     cluster.until(lambda: step() >= 2, "step 2", timeout_seconds=300)
+    hold.touch()
     stranger(cluster, run, job)
     began, server = time.monotonic(), json.loads((run / "slurm" / f"{job}.0" / "server.json").read_text())
     assert len(server["engines"]) == 1
     [engine] = [p for p in cluster.processes("vllm_extension") if p.node == server["host"]][:1]
-    cluster.kill([engine])
     at = step()
+    cluster.kill([engine])
+    hold.unlink()
     cluster.until(lambda: step() >= at + 2, "two steps after the engine died", timeout_seconds=300)
     REPORT.append(f"kill -9 of an engine: next step but one after {time.monotonic() - began:.0f} s")
     assert cluster.job(job)["Restarts"] == "0"
 
+    hold.touch()
     began, at = time.monotonic(), step()
     cluster.crash(server["host"])
+    cluster.wait_for(job, lambda fields: fields["Restarts"] == "1")
+    hold.unlink()
     cluster.until(lambda: step() > at, "a step after the vLLM node crashed", timeout_seconds=400)
     REPORT.append(f"crash of the vLLM node: next step after {time.monotonic() - began:.0f} s")
     fields = cluster.wait_for(job, "COMPLETED", timeout_seconds=400)
@@ -226,10 +234,10 @@ def test_a_start_that_was_taken_for_dead_writes_nothing_more(cluster: Cluster, t
         again = run / "slurm" / f"{job}.1"
         cluster.until(again.exists, "the next start", timeout_seconds=60)
         cluster.until(
-            lambda: not cluster.processes(OURS, node=lead), "the old start's end", timeout_seconds=30
+            lambda: not cluster.processes(OURS, node=lead), "the old start's end", timeout_seconds=90
         )
         before = len(read_metrics(run))
-        cluster.until(lambda: len(read_metrics(run)) >= before + 2, "two more steps", timeout_seconds=120)
+        cluster.until(lambda: len(read_metrics(run)) >= before + 2, "two more steps", timeout_seconds=200)
         assert cluster.job(job)["Restarts"] == "1"
         launcher = json.loads((again / "server.json").read_text())["host"]
         cluster.kill(cluster.processes(LAUNCHER, node=launcher))  # its node stays

@@ -77,6 +77,24 @@ class Attempt:
     def _beat(self) -> Path:
         return self.folder / f"beat-{self.node}"
 
+    # ---- returns: the node's first rank got to the end of its work, and was not ended by what it called
+
+    def forget_return(self) -> None:
+        """Take the sign away: a new start in the same folder."""
+        self._return.unlink(missing_ok=True)
+
+    def note_return(self) -> None:
+        """Leave the sign; it is an empty file, for which a full disk has room."""
+        self._return.touch()
+
+    def returned(self) -> bool:
+        """Whether the sign is there."""
+        return self._return.exists()
+
+    @property
+    def _return(self) -> Path:
+        return self.folder / f"returned-{self.node}"
+
     # ---- notes
 
     def note(self, name: str, values: Mapping[str, Any]) -> None:

@@ -268,6 +268,8 @@ def _explain(where: Callable[[Sequence[str]], str], error: Any) -> str:
     if error["type"] in ("model_type", "dict_type"):
         like = "model_name_or_path" if key == "peer" else "name"
         return f"{source}: {key}: must be a mapping, such as {{{like}: ...}} (given: {error['input']!r})"
+    if error["type"] in ("tuple_type", "list_type"):
+        return f"{source}: {key}: must be a list, such as [a, b] (given: {error['input']!r})"
     message = error["msg"].removeprefix("Value error, ")
     given = error.get("input")
     shown = (

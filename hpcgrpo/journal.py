@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -94,15 +95,15 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; a last line cut off by a crash is left out."""
+    """The lines of a run's metrics.jsonl; what a crash cut off or a disk damaged is left out."""
     path = folder / METRICS
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     kept = []
     for line in lines:
-        try:
-            kept.append(json.loads(line))
-        except ValueError:
-            break
+        with suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict) and isinstance(found.get("step"), int):
+                kept.append(found)
     return kept
 
 
@@ -203,7 +204,10 @@ class ProgressLine:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show one step: reward, length, samples a second, and the time left from the last steps' median."""
         self.seconds.append(metrics["step_time"])
-        reward = f"reward {metrics['reward']:.3f}" if "reward" in metrics else "no group to learn from"
+        value = metrics.get("reward")
+        reward = "no group to learn from"
+        if value is not None:
+            reward = f"reward {value:.3f}" if abs(value) < 1e6 else f"reward {value:.3g}"
         said = (
             f"{reward} length {metrics.get('completions/mean_length', 0):.0f}"
             f" {metrics['perf/completions_per_second']:.1f} samples/s"

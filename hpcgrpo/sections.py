@@ -15,7 +15,7 @@ from hpcgrpo.algorithms.base import Algorithm
 class Section(BaseModel):
     """What every part of a YAML file has in common: unknown keys are refused, and true and false as numbers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod

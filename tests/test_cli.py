@@ -173,6 +173,10 @@ def test_a_damaged_model_and_a_reward_that_exits_end_the_run_with_a_message(
     (tmp_path / "rewards.py").write_text("import sys\ndef leave(completions, **columns):\n    sys.exit(0)\n")
     reward = f"rewards={{'{tmp_path}/rewards.py:leave': 1.0}}"
     assert "reward leave raised SystemExit" in refused("train", str(config), reward, output)
+    (tmp_path / "rewards.py").write_text("import os\ndef leave(completions, **columns):\n    os._exit(0)\n")
+    done = hpcgrpo("train", str(config), reward, output)
+    assert done.returncode == 1
+    assert "rank 0 ended with exit code 0 before its work was done" in done.stderr
 
 
 @pytest.mark.slow

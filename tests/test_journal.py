@@ -19,6 +19,8 @@ def test_a_later_attempt_drops_the_steps_after_its_checkpoint(tmp_path: Path) ->
     first = Journal(tmp_path, -1, (), {}, log_completions=False)
     for step in range(1, 6):
         first.metrics(step, {"reward": step / 10})
+        with (tmp_path / "metrics.jsonl").open("ab") as damaged:
+            damaged.write(b'{"ste\xff\n[1]\n{}\n')  # what a bad disk left between good lines
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "rew')  # cut off by a crash
     second = Journal(tmp_path, 3, (), {}, log_completions=False)

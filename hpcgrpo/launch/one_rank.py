@@ -35,6 +35,8 @@ def main(run: RunConfig, body: Callable[[RunConfig, IO[str]], None]) -> int:
     try:
         with errors_noted(attempt, rank):
             body(run, summary)
+            if attempt is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+                attempt.note_return()
     except Exception:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(3)  # rank 0 most likely has the same to say, and its end ends this one

@@ -71,20 +71,33 @@ def start(run: RunConfig, folder: Path, settings: dict[str, Any], before: Any = 
     )
     if before is not None:
         before()
+    attempt = Attempt.of_environment()
+    if attempt is not None:
+        attempt.forget_return()
     try:
         elastic_launch(launch, sys.executable)("-m", "hpcgrpo.cli", "rank", str(folder / CONFIG_FILE))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode != USER_ERROR:
             how = f"exit code {failure.exitcode}" if failure.exitcode >= 0 else f"signal {-failure.exitcode}"
-            print(f"hpcgrpo: rank {rank} ended with {how}", file=sys.stderr)
-            attempt = Attempt.of_environment()
-            if attempt is not None:
-                attempt.note("failure", {"rank": rank, "how": how})
+            _tell(attempt, rank, how)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + int(error.sigval)
+    if attempt is not None and not attempt.returned():
+        _tell(
+            attempt,
+            0,
+            "exit code 0 before its work was done; does a reward or what it imports call os._exit?",
+        )
+        return 1
     return 0
+
+
+def _tell(attempt: Attempt | None, rank: int, how: str) -> None:
+    print(f"hpcgrpo: rank {rank} ended with {how}", file=sys.stderr)
+    if attempt is not None:
+        attempt.note("failure", {"rank": rank, "how": how})
 
 
 def die_with_parent() -> None:

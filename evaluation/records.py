@@ -29,7 +29,7 @@ def records(folder: Path, prepared: Prepared) -> dict[tuple[str, int], Sample]:
     """What is known already, of whichever shard, by problem and number; of two the one that this grader graded."""
     wanted = {p.id for p in prepared.problems}
     found: dict[tuple[str, int], Sample] = {}
-    for path in sorted((folder / prepared.benchmark.name).glob("samples*.jsonl")):
+    for path in _files(folder, prepared):
         for s in samples.read(path):
             key = s.problem, s.sample
             if s.problem not in wanted or s.sample >= prepared.protocol.num_samples:
@@ -82,6 +82,11 @@ def file_of(folder: Path, prepared: Prepared, shard: tuple[int, int]) -> Path:
     return folder / prepared.benchmark.name / (f"samples-{i}-of-{n}.jsonl" if n > 1 else "samples.jsonl")
 
 
+def _files(folder: Path, prepared: Prepared) -> list[Path]:
+    """The records' files of whichever shard."""
+    return sorted((folder / prepared.benchmark.name).glob("samples*.jsonl"))
+
+
 def read_result(path: Path) -> dict[str, Any] | None:
     """A benchmark's result from its file; None for a file that is missing or none (summary.json)."""
     try:
@@ -97,8 +102,15 @@ def read_result(path: Path) -> dict[str, Any] | None:
 
 def keep_settings(folder: Path, prepared: Prepared) -> None:
     """Write the settings beside the records. Raises ConfigError where records of other settings lie there."""
+    check_settings(folder, prepared)
     path = folder / prepared.benchmark.name / SETTINGS
-    if path.exists():
+    write_atomically(path, json.dumps(prepared.settings, indent=1) + "\n")
+
+
+def check_settings(folder: Path, prepared: Prepared) -> None:
+    """Raises ConfigError where records of other settings lie in the folder."""
+    path = folder / prepared.benchmark.name / SETTINGS
+    if path.exists() and any(samples.read(file) for file in _files(folder, prepared)):
         before = json.loads(path.read_text(encoding="utf-8"))
         changed = sorted(_differences(before["fixed"], prepared.settings["fixed"]))
         changed += _other_problems(folder, prepared)
@@ -107,7 +119,6 @@ def keep_settings(folder: Path, prepared: Prepared) -> None:
                 f"{path.parent}: holds results of other settings ({', '.join(changed)}); set them back, name another"
                 " folder (--output-dir), or move these aside (--fresh)"
             )
-    write_atomically(path, json.dumps(prepared.settings, indent=1) + "\n")
 
 
 def _other_problems(folder: Path, prepared: Prepared) -> list[str]:

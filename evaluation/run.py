@@ -22,7 +22,16 @@ from evaluation.config import EvaluationConfig
 from evaluation.prepare import Prepared, Say, load_model, prepare, requests
 from evaluation.progress import Progress
 from evaluation.published import Side
-from evaluation.records import Recorder, file_of, keep_settings, missing, read_result, records, regrade
+from evaluation.records import (
+    Recorder,
+    check_settings,
+    file_of,
+    keep_settings,
+    missing,
+    read_result,
+    records,
+    regrade,
+)
 from evaluation.scripts import STOPPED
 from evaluation.source import Source
 from evaluation.task import Task
@@ -277,11 +286,12 @@ def _merged(folder: Path, first: Task) -> dict[str, Any]:
     """A benchmark's result. Raises ConfigError where samples are missing."""
     model = load_model(sources.find(first.source, checkpoint=first.checkpoint))
     prepared = prepare(model, first.config, _asked_as(first), say=lambda _: None)
-    keep_settings(folder, prepared)
+    check_settings(folder, prepared)
     left = missing(folder, prepared, WHOLE, again=False)
-    if left:
+    if left:  # where none was begun, no settings are left for later ones to keep to
         total = len(prepared.problems) * prepared.protocol.num_samples
         raise ConfigError(f"{len(left)} of {total} samples are missing; the same command goes on")
+    keep_settings(folder, prepared)
     with _grader(first.config) as grader:
         _regrade(folder, prepared, WHOLE, grader, say)
         return finish(folder, prepared, grader, say=say)

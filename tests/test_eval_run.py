@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from evaluation import source as sources
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.progress import Progress
 from evaluation.records import Recorder
+from evaluation.run import merge
+from evaluation.task import Task
 from hpcgrpo.config_file import ConfigError
 from hpcgrpo.rewards.grading import Grader
 from hpcgrpo.study import warm_start
@@ -188,8 +191,20 @@ def test_the_settings_hold_all_that_a_score_depends_on(model: Path) -> None:
 # ---- records
 
 
+def some_records(folder: Path, ready: prepare.Prepared, **others: Any) -> Path:
+    """One of each problem, as the evaluation of these settings leaves them."""
+    file = records.file_of(folder, ready, (0, 1))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept = [samples.Sample(p.id, 0, 1, "right", "1", "stop", 3, "x", ready.asked[p.id], ready.grader) for p in
+            ready.problems]  # fmt: skip
+    file.write_text(samples.to_lines(replace(s, **others) for s in kept))
+    return file
+
+
 def test_records_of_other_settings_are_not_mixed_in(model: Path, tmp_path: Path) -> None:
-    records.keep_settings(tmp_path, prepared(model, *CHAIN, "temperature=1.0", "num_samples=2"))
+    ready = prepared(model, *CHAIN, "temperature=1.0", "num_samples=2")
+    records.keep_settings(tmp_path, ready)
+    some_records(tmp_path, ready)
     records.keep_settings(
         tmp_path, prepared(model, *CHAIN, "temperature=1.0", "num_samples=4")
     )  # more of the same
@@ -197,6 +212,24 @@ def test_records_of_other_settings_are_not_mixed_in(model: Path, tmp_path: Path)
         ConfigError, match=r"sampling.temperature: 1.0 before, 0.5 now.*--output-dir.*--fresh"
     ):
         records.keep_settings(tmp_path, prepared(model, *CHAIN, "temperature=0.5"))
+
+
+def test_settings_without_a_record_bind_nobody(model: Path, tmp_path: Path) -> None:
+    """A merge of tasks that never ran, behind a training that was cancelled, leaves none; others are replaced."""
+    found = config.load(None, ["benchmarks=chain:size=8", "max_completion_length=10", *IN_PROCESS])
+    task = Task(str(model), found, "chain-size-8", str(tmp_path))
+    task.write(tmp_path / "jobs" / "chain-size-8.json")
+    assert merge(tmp_path) == 1
+    assert not (tmp_path / "chain-size-8").exists()
+    records.keep_settings(tmp_path, prepared(model, *IN_PROCESS, "temperature=1.0"))
+    assert merge(tmp_path) == 1
+    options = command.Options(
+        overrides=("benchmarks=chain:size=8", "max_completion_length=10", *IN_PROCESS),
+        output_dir=str(tmp_path),
+    )
+    assert command.here(str(model), options) == 0
+    kept = json.loads((tmp_path / "chain-size-8" / records.SETTINGS).read_text())
+    assert kept["fixed"]["sampling"]["temperature"] == 0
 
 
 def test_a_line_that_a_crash_cut_off_is_asked_again(model: Path, tmp_path: Path) -> None:

@@ -68,6 +68,11 @@ class Prepared:
         return _hash(json.dumps(self.settings["grader"]))
 
     @cached_property
+    def fixed(self) -> str:
+        """Hash of the settings that may not change while records are kept."""
+        return _hash(json.dumps(self.settings["fixed"], sort_keys=True))
+
+    @cached_property
     def asked(self) -> Mapping[str, str]:
         """Hash of each problem's question and answer, by its id."""
         return {p.id: _hash(json.dumps([p.question, str(p.gold)])) for p in self.problems}

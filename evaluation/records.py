@@ -34,6 +34,8 @@ def records(folder: Path, prepared: Prepared) -> dict[tuple[str, int], Sample]:
             key = s.problem, s.sample
             if s.problem not in wanted or s.sample >= prepared.protocol.num_samples:
                 continue
+            if s.fixed not in ("", prepared.fixed):
+                continue
             if key not in found or s.grader == prepared.grader or found[key].grader != prepared.grader:
                 found[key] = s
     return found
@@ -108,17 +110,36 @@ def keep_settings(folder: Path, prepared: Prepared) -> None:
 
 
 def check_settings(folder: Path, prepared: Prepared) -> None:
-    """Raises ConfigError where records of other settings lie in the folder."""
+    """Raises ConfigError where records of other settings lie in the folder, or of such that nothing tells any more.
+
+    The records themselves tell; of those that carry no hash, of an earlier version, the file beside them does.
+    """
     path = folder / prepared.benchmark.name / SETTINGS
-    if path.exists() and any(samples.read(file) for file in _files(folder, prepared)):
-        before = json.loads(path.read_text(encoding="utf-8"))
-        changed = sorted(_differences(before["fixed"], prepared.settings["fixed"]))
-        changed += _other_problems(folder, prepared)
-        if changed:
-            raise ConfigError(
-                f"{path.parent}: holds results of other settings ({', '.join(changed)}); set them back, name another"
-                " folder (--output-dir), or move these aside (--fresh)"
-            )
+    hashes = {s.fixed for file in _files(folder, prepared) for s in samples.read(file)}
+    before, others = _fixed(path), hashes - {"", prepared.fixed}
+    changed = []
+    if before is not None and (others or "" in hashes):
+        changed = sorted(_differences(before, prepared.settings["fixed"]))
+    if others and not changed:
+        changed = [f"which, {SETTINGS} does not tell"]
+    changed += _other_problems(folder, prepared)
+    if changed or ("" in hashes and before is None):
+        why = f"other settings ({', '.join(changed)}); set them back"
+        unknown = f"unknown settings ({path} is {'damaged' if path.exists() else 'missing'}); put it back"
+        raise ConfigError(
+            f"{path.parent}: holds results of {why if changed else unknown}, name another folder (--output-dir), or"
+            " move these aside (--fresh)"
+        )
+
+
+def _fixed(path: Path) -> Mapping[str, Any] | None:
+    """What the settings in a file say that may not change; None where it is missing or damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    fixed = found.get("fixed") if isinstance(found, dict) else None
+    return fixed if isinstance(fixed, dict) else None
 
 
 def _other_problems(folder: Path, prepared: Prepared) -> list[str]:
@@ -227,6 +248,7 @@ class Recorder:
                 text=completion.text,
                 asked=self.prepared.asked[self.todo[number][0]],
                 grader=self.prepared.grader,
+                fixed=self.prepared.fixed,
             )
             for (number, completion), verdict in zip(batch, verdicts, strict=True)
         ]

@@ -27,6 +27,7 @@ class Sample:
     text: str
     asked: str = ""  # hash of the question and its answer; empty in records of a version that kept none
     grader: str = ""  # hash of the grader's version, likewise
+    fixed: str = ""  # hash of the settings that may not change, likewise
 
     @property
     def right(self) -> bool:

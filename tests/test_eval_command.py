@@ -209,7 +209,9 @@ def test_records_of_another_grader_are_graded_again(
     path = out / "mine" / "samples.jsonl"
     now = [json.loads(line) for line in path.read_text().splitlines()]
     before = [{**s, "outcome": "error", "answer": "?", "grader": "older"} for s in now[:3]]
-    unmarked = {k: v for k, v in now[3].items() if k not in ("grader", "asked")} | {"outcome": "error"}
+    unmarked = {k: v for k, v in now[3].items() if k not in ("grader", "asked", "fixed")} | {
+        "outcome": "error"
+    }
     path.write_text("".join(json.dumps(s) + "\n" for s in [*before, unmarked]))
     capsys.readouterr()
     for said in ("mine: 4 completions that another version of the grader had graded were graded again", ""):
@@ -219,7 +221,7 @@ def test_records_of_another_grader_are_graded_again(
         assert json.loads((out / "mine.json").read_text())["summary"]["counts"]["error"] == 0
     after = [json.loads(line) for line in path.read_text().splitlines()]
     assert after[:4] == [*before, unmarked]
-    assert after[4:7] == now[:3] and after[7] == {**now[3], "asked": ""}
+    assert after[4:7] == now[:3] and after[7] == {**now[3], "asked": "", "fixed": ""}
 
 
 def test_the_summary_is_of_all_results_in_the_folder(model: Path, tmp_path: Path) -> None:

@@ -195,16 +195,19 @@ def some_records(folder: Path, ready: prepare.Prepared, **others: Any) -> Path:
     """One of each problem, as the evaluation of these settings leaves them."""
     file = records.file_of(folder, ready, (0, 1))
     file.parent.mkdir(parents=True, exist_ok=True)
-    kept = [samples.Sample(p.id, 0, 1, "right", "1", "stop", 3, "x", ready.asked[p.id], ready.grader) for p in
-            ready.problems]  # fmt: skip
-    file.write_text(samples.to_lines(replace(s, **others) for s in kept))
+    one = samples.Sample("", 0, 1, "right", "1", "stop", 3, "x", "", ready.grader, ready.fixed)
+    kept = [replace(one, problem=p.id, asked=ready.asked[p.id], **others) for p in ready.problems]
+    file.write_text(samples.to_lines(kept))
     return file
 
 
-def test_records_of_other_settings_are_not_mixed_in(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [{}, {"fixed": ""}])  # now, and one that kept no hash
+def test_records_of_other_settings_are_not_mixed_in(
+    model: Path, tmp_path: Path, version: dict[str, str]
+) -> None:
     ready = prepared(model, *CHAIN, "temperature=1.0", "num_samples=2")
     records.keep_settings(tmp_path, ready)
-    some_records(tmp_path, ready)
+    some_records(tmp_path, ready, **version)
     records.keep_settings(
         tmp_path, prepared(model, *CHAIN, "temperature=1.0", "num_samples=4")
     )  # more of the same
@@ -212,6 +215,36 @@ def test_records_of_other_settings_are_not_mixed_in(model: Path, tmp_path: Path)
         ConfigError, match=r"sampling.temperature: 1.0 before, 0.5 now.*--output-dir.*--fresh"
     ):
         records.keep_settings(tmp_path, prepared(model, *CHAIN, "temperature=0.5"))
+
+
+@pytest.mark.parametrize("left", [None, b"", b'{"fixed": {"wei', b"\xff\xfe", b"[]", b"{}", b'{"fixed": 4}'])
+def test_records_say_themselves_of_which_settings_they_are(
+    model: Path, tmp_path: Path, left: bytes | None
+) -> None:
+    """Where the file beside them is lost or damaged it is written anew, and others' records are still refused."""
+    ready, other = prepared(model, *CHAIN), prepared(model, *CHAIN, "temperature=0.5")
+    some_records(tmp_path, ready)
+    path = tmp_path / "chain-size-8" / records.SETTINGS
+    ways_out = r"name another folder \(--output-dir\), or move these aside \(--fresh\)"
+
+    def spoil() -> None:
+        path.unlink(missing_ok=True)
+        if left is not None:
+            path.write_bytes(left)
+
+    spoil()
+    records.keep_settings(tmp_path, ready)
+    assert json.loads(path.read_text()) == ready.settings
+    spoil()
+    others = rf"chain-size-8: holds results of other settings \(which, .*\); set them back, {ways_out}"
+    with pytest.raises(ConfigError, match=others):
+        records.keep_settings(tmp_path, other)
+    assert records.records(tmp_path, other) == {}
+    some_records(tmp_path, ready, fixed="")
+    why = "missing" if left is None else "damaged"
+    unknown = rf"of unknown settings \({path} is {why}\); put it back, {ways_out}"
+    with pytest.raises(ConfigError, match=unknown):
+        records.keep_settings(tmp_path, ready)
 
 
 def test_settings_without_a_record_bind_nobody(model: Path, tmp_path: Path) -> None:

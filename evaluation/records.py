@@ -115,6 +115,9 @@ def check_settings(folder: Path, prepared: Prepared) -> None:
     The records themselves tell; of those that carry no hash, of an earlier version, the file beside them does.
     """
     path = folder / prepared.benchmark.name / SETTINGS
+    for file in (path, folder / f"{prepared.benchmark.name}.json", *_files(folder, prepared)):
+        if file.is_dir():
+            raise ConfigError(f"{file}: a folder, where the evaluation keeps a file; move it away")
     hashes = {s.fixed for file in _files(folder, prepared) for s in samples.read(file)}
     before, others = _fixed(path), hashes - {"", prepared.fixed}
     changed = []

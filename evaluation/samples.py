@@ -6,11 +6,12 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 # right | wrong: graded. unparsed: no answer to be found. timeout | error: of the grader. unanswered: the engine gave
 # nothing, and is asked again when the evaluation is.
 Outcome = Literal["right", "wrong", "unparsed", "timeout", "error", "unanswered"]
+FinishReason = Literal["stop", "length", "abort"]  # length: truncated
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class Sample:
     seed: int
     outcome: Outcome
     answer: str | None  # as it was found in the text; None where there was none
-    finish_reason: Literal["stop", "length", "abort"]  # length: truncated
+    finish_reason: FinishReason
     num_tokens: int
     text: str
     asked: str = ""  # hash of the question and its answer; empty in records of a version that kept none
@@ -44,16 +45,32 @@ def to_lines(samples: Iterable[Sample]) -> str:
 
 
 def read(path: Path) -> list[Sample]:
-    """The records of a file in its order, none of a missing one; a last line cut off by a crash is left out."""
+    """The records of a file in its order, none of a missing one; a line that is none is left out, such as one that a
+    crash cut off."""
     if not path.exists():
         return []
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
-            found.append(Sample(**json.loads(line)))
-        except (ValueError, TypeError):
+            sample = Sample(**json.loads(line))
+        except (ValueError, TypeError, RecursionError):
             continue
+        if _is_record(sample):
+            found.append(sample)
     return found
+
+
+def _is_record(s: Sample) -> bool:
+    """Whether the values are what a record may hold; a file may hold anything."""
+    texts = (s.problem, s.text, s.asked, s.grader, s.fixed, "" if s.answer is None else s.answer)
+    numbers = (s.sample, s.seed, s.num_tokens)
+    return (
+        all(isinstance(text, str) for text in texts)
+        and all(type(number) is int for number in numbers)  # True is an int by isinstance
+        and min(numbers) >= 0
+        and s.outcome in get_args(Outcome)
+        and s.finish_reason in get_args(FinishReason)
+    )
 
 
 def by_problem(samples: Iterable[Sample]) -> dict[str, list[Sample]]:

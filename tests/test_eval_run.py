@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +276,30 @@ def test_a_line_that_a_crash_cut_off_is_asked_again(model: Path, tmp_path: Path)
     with records._appended(file) as out:
         out.write(samples.to_lines([kept[-1]]))
     assert records.missing(tmp_path, ready, (0, 1), again=True) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("problem", 3), ("sample", "x"), ("sample", -1), ("sample", 1.5), ("sample", True), ("seed", None),
+        ("outcome", "great"), ("outcome", []), ("answer", 7), ("answer", 0), ("finish_reason", ""),
+        ("num_tokens", "a"), ("num_tokens", -5), ("text", None), ("asked", 1), ("fixed", {}), ("other", 1),
+    ],
+)  # fmt: skip
+def test_a_line_that_is_no_record_is_left_out(tmp_path: Path, key: str, value: Any) -> None:
+    kept = samples.Sample("p", 0, 1, "right", "1", "stop", 3, "x")
+    wrong = [json.dumps(asdict(kept) | {key: value}), "7", "null", "[" * 100_000]
+    (tmp_path / "samples.jsonl").write_text("\n".join(wrong) + "\n" + samples.to_lines([kept]))
+    assert samples.read(tmp_path / "samples.jsonl") == [kept]
+
+
+@pytest.mark.parametrize(
+    "name", ["chain-size-8/samples.jsonl", "chain-size-8/settings.json", "chain-size-8.json"]
+)
+def test_a_folder_in_a_files_place_is_named(model: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=rf"{tmp_path / name}: a folder, .*; move it away"):
+        records.keep_settings(tmp_path, prepared(model, *CHAIN))
 
 
 def test_shards_share_the_problems_and_read_each_others_records(model: Path, tmp_path: Path) -> None:

@@ -20,8 +20,10 @@ def never() -> bool:
 
 
 @contextmanager
-def sole(place: Path, *, say: Callable[[str], None], stopping: Callable[[], bool] = never) -> Iterator[None]:
-    """Hold `place` for the time of the block.
+def sole(
+    place: Path, *, say: Callable[[str], None], stopping: Callable[[], bool] = never, shared: bool = False
+) -> Iterator[None]:
+    """Hold `place` for the time of the block; `shared`: beside others that share it.
 
     A start that Slurm made anew waits for the lock of a node that is gone, and says at once for whom and how long.
     Raises FolderInUse, naming the other process, and Stopped where it is told to stop while it waits.
@@ -31,7 +33,7 @@ def sole(place: Path, *, say: Callable[[str], None], stopping: Callable[[], bool
     waits = False
     while True:
         try:
-            lock = claim(place)
+            lock = claim(place, shared=shared)
             break
         except FolderInUse as error:
             if time.monotonic() - began >= patience:

@@ -58,13 +58,16 @@ def evaluate(
     Raises Stopped where it was told to stop, ConfigError for what the user can mend, FolderInUse where another process
     evaluates into the folder, EngineError where no engine comes up; what was graded until then is kept.
     """
-    places = [folder / b.name / f".{_label(shard)}" for b in resolve(config.benchmarks)]
-    known = [place for place in places if place.exists()]  # one may be at work there: known before all else
+    labels = {_label(WHOLE): True, _label(shard): False}  # shards share the whole, which none has beside them
+    places = {
+        folder / b.name / f".{x}": shared for b in resolve(config.benchmarks) for x, shared in labels.items()
+    }
+    known = {p: shared for p, shared in places.items() if p.exists()}  # one may be at work there: told first
     with ExitStack() as held:
         _claim(held, known, folder, stopping, say)
         model = load_model(source)
         prepared = [prepare(model, config, name, say=say) for name in config.benchmarks]
-        _claim(held, [place for place in places if place not in known], folder, stopping, say)
+        _claim(held, {p: shared for p, shared in places.items() if p not in known}, folder, stopping, say)
         grader = held.enter_context(_grader(config))
         for one in prepared:
             keep_settings(folder, one)
@@ -161,12 +164,12 @@ def in_words(result: Mapping[str, Any]) -> str:
 
 
 def _claim(
-    held: ExitStack, places: Sequence[Path], folder: Path, stopping: Callable[[], bool], say: Say
+    held: ExitStack, places: Mapping[Path, bool], folder: Path, stopping: Callable[[], bool], say: Say
 ) -> None:
-    """The shard of these benchmarks is this process's alone. Raises FolderInUse."""
+    """Hold these places, those that are True beside others of the same. Raises FolderInUse."""
     try:
-        for place in places:
-            held.enter_context(sole(place, say=say, stopping=stopping))
+        for place, shared in places.items():
+            held.enter_context(sole(place, say=say, stopping=stopping, shared=shared))
     except OSError as error:
         raise ConfigError(
             f"{folder}: results cannot be written there ({error.strerror}); name another folder (--output-dir)"

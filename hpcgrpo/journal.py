@@ -32,26 +32,27 @@ class FolderInUse(ValueError):
         self.owner = owner
 
 
-def claim(folder: Path, name: str = LOCK) -> IO[str]:
+def claim(folder: Path, name: str = LOCK, *, shared: bool = False) -> IO[str]:
     """Make the run's folder, private to the user, and lock it until the process ends; `name` is the lock's file.
 
-    Raises FolderInUse, naming the process that holds it. The lock goes with the process, however it ends.
+    Who takes it `shared` keeps out those alone who do not. Raises FolderInUse, naming the process that holds it. The
+    lock goes with the process, however it ends.
     """
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     lock = (folder / name).open("a+", encoding="utf-8")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError:
         lock.seek(0)
-        owner = lock.read().strip() or "another process"
+        owner = lock.read().rpartition("\n")[2].strip() or "another process"
         lock.close()
         raise FolderInUse(
             f"{folder}: a live run ({owner}) is writing here; wait for it, stop it, or give this run a name of its own",
             owner,
         ) from None
     lock.truncate(0)
-    lock.write(f"pid {os.getpid()} on {socket.gethostname()}")
+    lock.write("\n" * shared + f"pid {os.getpid()} on {socket.gethostname()}")
     lock.flush()
     return lock
 

@@ -8,13 +8,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import hpcgrpo, make_model
 
-from evaluation import benchmarks, claims, command, progress
+from evaluation import benchmarks, claims, command, progress, run
 from evaluation import config as configs
+from evaluation import source as sources
 from hpcgrpo.config_file import ConfigError
 from hpcgrpo.journal import FolderInUse, claim
 from hpcgrpo.types import Stopped
@@ -79,6 +82,34 @@ def test_a_folder_in_use_is_told_before_the_model_is_read(model: Path, tmp_path:
         with claim(place), pytest.raises(FolderInUse, match="another evaluation"):
             command.here(str(source), options)
     assert place.is_dir()
+
+
+def test_shards_go_side_by_side_but_never_beside_the_whole(model: Path, tmp_path: Path) -> None:
+    """Tried while one is at work: another shard does its share, the whole is refused, and so is a shard beside it."""
+    source, found = sources.find(str(model)), configs.load(None, CHAIN)
+
+    def evaluate(shard: tuple[int, int], stopping: Callable[[], bool] = claims.never) -> list[dict[str, Any]]:
+        return run.evaluate(source, found, folder=tmp_path, shard=shard, stopping=stopping, say=str)
+
+    def meanwhile(shard: tuple[int, int]) -> Iterator[bool]:
+        in_use = rf"another evaluation \(pid {os.getpid()} on .*\) is at work here"
+        with pytest.raises(FolderInUse, match=in_use):
+            evaluate((0, 1))
+        with pytest.raises(FolderInUse, match=in_use):
+            evaluate(shard)
+        if shard == (0, 2):
+            evaluate((1, 2))
+        yield from iter(bool, True)  # never to stop
+
+    assert [r["summary"]["num_problems"] for r in evaluate((0, 2), meanwhile((0, 2)).__next__)] == [4]
+    files = sorted((tmp_path / "chain-size-4").glob("samples*"))
+    assert [(f.name, f.read_text().count("\n")) for f in files] == [
+        ("samples-0-of-2.jsonl", 2),
+        ("samples-1-of-2.jsonl", 2),
+    ]
+    for file in files:
+        file.unlink()
+    assert len(evaluate((0, 1), meanwhile((1, 2)).__next__)) == 1
 
 
 @pytest.mark.parametrize(

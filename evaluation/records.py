@@ -6,17 +6,15 @@ import json
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from evaluation import judging, samples
+from evaluation import files, judging, samples
 from evaluation.prepare import Prepared
 from evaluation.progress import Progress
 from evaluation.samples import Sample
 from hpcgrpo.config_file import ConfigError
-from hpcgrpo.journal import write_atomically
 from hpcgrpo.rewards.grading import Grader
 from hpcgrpo.types import Completion, Request, Stopped
 
@@ -61,8 +59,7 @@ def regrade(folder: Path, prepared: Prepared, shard: tuple[int, int], grader: Gr
             replace(s, outcome=v.outcome, answer=v.answer, grader=prepared.grader)
             for s, v in zip(batch, verdicts, strict=True)
         ]
-        with _appended(file_of(folder, prepared, shard)) as out:
-            out.write(samples.to_lines(again))
+        files.append(file_of(folder, prepared, shard), samples.to_lines(again))
     return len(old)
 
 
@@ -106,7 +103,7 @@ def keep_settings(folder: Path, prepared: Prepared) -> None:
     """Write the settings beside the records. Raises ConfigError where records of other settings lie there."""
     check_settings(folder, prepared)
     path = folder / prepared.benchmark.name / SETTINGS
-    write_atomically(path, json.dumps(prepared.settings, indent=1) + "\n")
+    files.write(path, json.dumps(prepared.settings, indent=1) + "\n")
 
 
 def check_settings(folder: Path, prepared: Prepared) -> None:
@@ -204,13 +201,10 @@ class Recorder:
 
     def _run(self) -> None:
         try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with _appended(self.file) as out:
-                while (batch := self._next()) is not None:
-                    graded = self._grade(batch)
-                    out.write(samples.to_lines(graded))
-                    out.flush()
-                    self.progress.add(len(graded), sum(s.right for s in graded))
+            while (batch := self._next()) is not None:
+                graded = self._grade(batch)
+                files.append(self.file, samples.to_lines(graded))
+                self.progress.add(len(graded), sum(s.right for s in graded))
         except BaseException as error:
             self.error = error
             while self.waiting.get() is not None:  # so that nobody waits for room
@@ -255,13 +249,3 @@ class Recorder:
             )
             for (number, completion), verdict in zip(batch, verdicts, strict=True)
         ]
-
-
-@contextmanager
-def _appended(path: Path) -> Iterator[Any]:
-    """The file opened to append; a line that a crash cut off is ended first."""
-    cut = path.exists() and path.stat().st_size > 0 and path.read_bytes()[-1:] != b"\n"
-    with path.open("a", encoding="utf-8") as file:
-        if cut:
-            file.write("\n")
-        yield file

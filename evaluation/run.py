@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evaluation import jobs, metrics, rolling, samples, serving, tables
+from evaluation import files, jobs, metrics, rolling, samples, serving, tables
 from evaluation import source as sources
 from evaluation import task as tasks
 from evaluation.benchmarks import resolve
@@ -36,7 +36,6 @@ from evaluation.scripts import STOPPED
 from evaluation.source import Source
 from evaluation.task import Task
 from hpcgrpo.config_file import ConfigError
-from hpcgrpo.journal import write_atomically
 from hpcgrpo.rewards.grading import Grader
 from hpcgrpo.types import Sampling, Stopped
 
@@ -145,7 +144,7 @@ def finish(folder: Path, prepared: Prepared, grader: Grader, *, say: Say) -> dic
             f"{path}: the result of {len(before['problems'])} problems is replaced by that of {len(found)}; all samples"
             " are kept, and the same command with the earlier max_problems shows it again"
         )
-    write_atomically(path, json.dumps(result, indent=1) + "\n")
+    files.write(path, json.dumps(result, indent=1) + "\n")
     return result
 
 
@@ -171,8 +170,9 @@ def _claim(
         for place, shared in places.items():
             held.enter_context(sole(place, say=say, stopping=stopping, shared=shared))
     except OSError as error:
+        room = "make room, or " if error.errno in files.FULL else ""
         raise ConfigError(
-            f"{folder}: results cannot be written there ({error.strerror}); name another folder (--output-dir)"
+            f"{folder}: results cannot be written there ({error.strerror}); {room}name another folder (--output-dir)"
         ) from None
 
 
@@ -319,9 +319,9 @@ def write_summary(
         "results": {r["benchmark"]: {"model": r["model"], **r["summary"]} for r in results},
         "missing": dict(lacking),
     }
-    write_atomically(folder / "summary.json", json.dumps(said, indent=1) + "\n")
+    files.write(folder / "summary.json", json.dumps(said, indent=1) + "\n")
     text = tables.to_markdown(results, published=published) if results else ""
     text += tables.models_in_words(results)
     for name, why in lacking.items():
         text += f"\n{name}: not evaluated: {why}\n"
-    write_atomically(folder / "summary.md", text)
+    files.write(folder / "summary.md", text)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import httpx
 
 from evaluation.config import EvaluationConfig
+from evaluation.files import writing
 from hpcgrpo import ports
 from hpcgrpo.config_file import ConfigError
 from hpcgrpo.launch import rendezvous, serve
@@ -132,8 +133,9 @@ def engines(
     from hpcgrpo.generation.vllm import VllmGenerator
 
     planned = plan(config, served)
-    folder.mkdir(parents=True, exist_ok=True)
-    secret = rendezvous.run_secret(folder, create=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        secret = rendezvous.run_secret(folder, create=True)
     held = ports.take(planned.engines, str(folder), ADDRESS)
     keeper = _Keeper(
         partial(

@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from evaluation import files
 from evaluation.config import EvaluationConfig, parse
 from hpcgrpo.config_file import ConfigError
-from hpcgrpo.journal import write_atomically
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Task:
         return self.benchmark if n == 1 else f"{self.benchmark}-{i}-of-{n}"
 
     def write(self, path: Path) -> None:
-        """As JSON, atomically."""
+        """As JSON, atomically. Raises ConfigError where the disk is full."""
         values = {
             "source": self.source,
             "config": self.config.model_dump(mode="json"),
@@ -40,7 +40,7 @@ class Task:
             "shard": list(self.shard),
             "waits_for": self.waits_for,
         }
-        write_atomically(path, json.dumps(values, indent=1) + "\n")
+        files.write(path, json.dumps(values, indent=1) + "\n")
 
 
 def read(path: Path) -> Task:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from runs import hpcgrpo, make_model, write_config
 
-from evaluation import command, config, prepare, records, samples, serving
+from evaluation import command, config, files, prepare, records, samples, serving
 from evaluation import source as sources
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.progress import Progress
@@ -273,8 +274,7 @@ def test_a_line_that_a_crash_cut_off_is_asked_again(model: Path, tmp_path: Path)
     file.write_text(samples.to_lines(kept)[:-20])
     left = records.missing(tmp_path, ready, (0, 1), again=True)
     assert left == [(ready.problems[-1].id, 0)]
-    with records._appended(file) as out:
-        out.write(samples.to_lines([kept[-1]]))
+    files.append(file, samples.to_lines([kept[-1]]))
     assert records.missing(tmp_path, ready, (0, 1), again=True) == []
 
 
@@ -362,10 +362,42 @@ def test_completions_are_graded_as_they_arrive_whatever_ends_the_sampling(
 
 def test_a_disk_that_is_full_is_told_and_costs_no_earlier_record(model: Path) -> None:
     ready = prepared(model, *CHAIN)
-    full = pytest.raises(OSError, match="No space left")
+    full = pytest.raises(
+        ConfigError, match=r"/dev/full: cannot be written \(No space left.*make room; what was"
+    )
     with Grader(num_processes=1) as grader, full, recorder(ready, Path("/dev/full"), grader) as keeping:
         for number in range(8):
             keeping.arrived(number, answer("7"))
+
+
+def test_once_there_is_room_the_same_command_goes_on(model: Path, tmp_path: Path) -> None:
+    """Files may hold 16 KiB, which is not enough, and then any number."""
+    options = command.Options(
+        overrides=("benchmarks=chain:size=100", "max_completion_length=8", *IN_PROCESS),
+        output_dir=str(tmp_path),
+    )
+    file = tmp_path / "chain-size-100" / "samples.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 * 1024, hard))
+    try:
+        full = rf"{file}: cannot be written \(File too large\); make room; .* and the same command goes on"
+        with pytest.raises(ConfigError, match=full):
+            command.here(str(model), options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    kept = samples.read(file)
+    assert 10 < len(kept) < 100
+    assert command.here(str(model), options) == 0
+    after = samples.read(file)
+    assert after[: len(kept)] == kept and len({s.problem for s in after}) == len(after) == 100
+
+
+@pytest.mark.parametrize("name", ["summary.json", "summary.md"])
+def test_a_folder_in_the_place_of_a_summary_is_named(model: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    overrides = ("benchmarks=chain:size=2", "max_completion_length=8", *IN_PROCESS)
+    with pytest.raises(ConfigError, match=rf"{name}: cannot be written \(Is a directory\); move it away"):
+        command.here(str(model), command.Options(overrides=overrides, output_dir=str(tmp_path)))
 
 
 def test_told_to_stop_nothing_new_is_taken(model: Path, tmp_path: Path) -> None:

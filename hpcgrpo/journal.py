@@ -9,6 +9,7 @@ import pwd
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -88,11 +89,19 @@ def _status(path: Path) -> tuple[Path, os.stat_result] | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write to a temporary name beside `path`, then rename: a reader sees the old file or the new one."""
+    """Write to a temporary name beside `path`, then rename: a reader sees the old file or the new one.
+
+    Of several writers, on other nodes too, the last one's text stays.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    own = f"{socket.gethostname()}-{os.getpid()}-{threading.get_native_id()}"
+    temporary = path.with_name(f".{path.name}.{own}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,17 @@ def test_a_later_attempt_drops_the_steps_after_its_checkpoint(tmp_path: Path) ->
         (3, 0.3),
         (4, 9.0),
     ]
+
+
+def test_several_writers_of_one_file_never_mix(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    texts = [str(i) * 200_000 for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        writing = [pool.submit(write_atomically, path, text) for _ in range(25) for text in texts]
+        while not all(w.done() for w in writing):
+            assert not path.exists() or path.read_text() in texts
+    assert [w.result() for w in writing] == [None] * 100
+    assert [p.name for p in tmp_path.iterdir()] == ["settings.json"]
 
 
 def test_rollouts_of_a_step_are_replaced_whole(tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def servers(run: RunConfig) -> dict[str, int] | None:
 
 def _check(run: RunConfig, model: Pretrained, key: str, split: int | None) -> None:
     """The model's limits against the run's lengths, its heads against the servers' GPUs (None: nothing serves it)."""
+    pretrained.check_type(model)
     counts = arithmetic(run, run.build_algorithm(), rows=None)
     if model.longest and counts.max_model_length > model.longest:
         refine = counts.max_refine_prompt_length

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -17,6 +19,14 @@ from hpcgrpo.config import ConfigError
 
 Shape = tuple[int, ...]
 ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # others: 1
+
+# Keys of config.json that are read here or by plan. Sizes are whole numbers; some models have one for each layer.
+PER_LAYER = ("num_key_value_heads", "head_dim", "intermediate_size", "n_inner")
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+SIZES = (*NEEDED, *PER_LAYER, "n_embd", "n_layer", "n_head", "max_position_embeddings", "n_positions")
+SECTIONS = ("text_config", "rope_parameters", "rope_scaling", "quantization_config")
+DECODERS = ("llama", "mistral", "qwen2", "qwen3")  # types whose config.json always has what is needed
+TYPE_TABLES = ("auto_mappings.py", "configuration_auto.py")  # of transformers: every model_type in quotes
 
 
 @dataclass(frozen=True)
@@ -124,9 +134,10 @@ def _read(name: str, folder: Path) -> Pretrained:
     path = folder / "config.json"
     _check_readable([path, *sorted(folder.glob("*.safetensors"))])
     try:
-        config = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ConfigError(f"{path}: {error}; copy the model's folder anew") from None
+    _check_config(path, config)
     files = sorted(folder.glob("*.safetensors"))
     if not files and "snapshots" in folder.parts:
         return Pretrained(name, folder, config)  # a name of the hub of which only the settings are here
@@ -136,6 +147,51 @@ def _read(name: str, folder: Path) -> Pretrained:
     model = Pretrained(name, folder, config, shapes, sum(size for _, size in found.values()))
     _check_shapes(model)
     return model
+
+
+def _check_config(path: Path, config: Any) -> None:
+    """Whether what is read of a config.json can be what it says: the model's type, its sizes, its sections."""
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: holds no object of keys and values; copy the model's folder anew")
+    kind = config.get("model_type")
+    if not (isinstance(kind, str) and kind):
+        found = f"is {kind!r}" if "model_type" in config else "is missing"
+        raise _damaged(path, f"model_type {found}", "the name of an architecture, such as qwen2")
+    for key in SECTIONS:
+        if not isinstance(config.get(key), dict | None):
+            raise _damaged(path, f"{key} is {config[key]!r:.60}", "an object, or null")
+    text = config.get("text_config") or {}
+    for key, value in ((key, place[key]) for place in (config, text) for key in SIZES if key in place):
+        whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if not whole and value is not None and not (isinstance(value, list) and key in PER_LAYER):
+            raise _damaged(path, f"{key} is {value!r:.60}", "a whole number above 0")
+    missing = [key for key in NEEDED if kind in DECODERS and config.get(key) is None and not text]
+    if missing:
+        raise _damaged(path, f"{missing[0]} is missing", f"a whole number above 0 in a model of type {kind}")
+
+
+def _damaged(path: Path, found: str, rule: str) -> ConfigError:
+    return ConfigError(f"{path}: {found}; it must be {rule}: copy the model's folder anew")
+
+
+def check_type(model: Pretrained) -> None:
+    """Raises ConfigError for a model whose type the installed transformers does not know, by its tables as text.
+
+    To import them would import torch.
+    """
+    kind = model.config.get("model_type")
+    spec = importlib.util.find_spec("transformers")
+    tables = [
+        table.read_text(encoding="utf-8")
+        for place in (spec.submodule_search_locations or () if spec else ())
+        for table in (Path(place, "models", "auto", name) for name in TYPE_TABLES)
+        if table.is_file()
+    ]
+    if kind is not None and tables and not any(f'"{kind}"' in table for table in tables):
+        raise ConfigError(
+            f"{(model.folder or Path(model.name)) / 'config.json'}: model_type is {kind!r}, which transformers"
+            f" {importlib.metadata.version('transformers')} does not know; correct it, or take another model"
+        )
 
 
 def _check_readable(files: list[Path]) -> None:

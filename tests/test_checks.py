@@ -20,7 +20,7 @@ from runs import write_config
 
 from hpcgrpo import checks, config, models, pretrained, tokenizer
 from hpcgrpo.config import ConfigError
-from hpcgrpo.planner import refusals
+from hpcgrpo.planner import prediction, refusals
 from hpcgrpo.sections import RunConfig
 from hpcgrpo.tasks import Row, build_renderer
 from hpcgrpo.tasks.prompts import Renderer
@@ -339,6 +339,44 @@ def test_weights_of_another_model_are_found(changes: dict[str, Any], said: str, 
     with pytest.raises(ConfigError) as caught:
         checks.inputs(load(fake_model(tmp_path / "model", **changes), tmp_path))
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": "x"}, "hidden_size is 'x'; it must be a whole number above 0"),
+        ({"vocab_size": -4}, "vocab_size is -4; it must be a whole number above 0"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing; it must be a whole number above 0"),
+        ({"rope_parameters": 5}, "rope_parameters is 5; it must be an object, or null"),
+        ({"model_type": 7}, "model_type is 7; it must be the name of an architecture"),
+        ({"model_type": "foo"}, "model_type is 'foo', which transformers"),
+        ({}, "model_type is missing; it must be the name of an architecture"),
+        ([], "holds no object of keys and values"),
+    ],
+)
+def test_a_damaged_config_json_is_told_with_its_key_and_value(
+    changes: Any, said: str, tmp_path: Path
+) -> None:
+    path = fake_model(tmp_path / "model") / "config.json"
+    if not changes:
+        path.write_text(json.dumps(changes))
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    run = load(path.parent, tmp_path)
+    ways = [checks.inputs, checks.check]
+    if changes != {"model_type": "foo"}:  # which a plan does not ask for
+        ways.append(lambda run: prediction.shape_of(run.model_name_or_path))
+    for way in ways:
+        with pytest.raises(ConfigError) as caught:
+            way(run)
+        assert f"{path}: {said}" in str(caught.value)
+
+
+def test_every_type_of_transformers_is_known_by_its_tables() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    for name in CONFIG_MAPPING_NAMES:
+        pretrained.check_type(pretrained.Pretrained(name, None, {"model_type": name}))
 
 
 def test_a_missing_shard_and_a_cut_one_are_found(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from hpcgrpo.planner import paper
 from hpcgrpo.sections import RunConfig
 
 if TYPE_CHECKING:
+    from hpcgrpo.launch.follow import Submitted
     from hpcgrpo.running import Run
 
 RESULT = "profiled.json"  # in the profile's folder: what was measured, and which runs lie beside it
@@ -67,7 +68,7 @@ def run(path: str, overrides: Sequence[str], options: Options) -> int:
         say(note)
     for number, (label, each) in enumerate(runs.items(), 1):
         steps = f"{options.steps} steps after {options.warm_up} to warm up"
-        if is_measured(each, request):
+        if is_measured(each, request) and live_job(each.folder) is None:
             say(f"{label} ({number} of {len(runs)}) is measured already, in {each.folder}")
             continue
         say(f"profiling {label} ({number} of {len(runs)}): {steps}, in {each.folder}")
@@ -75,7 +76,7 @@ def run(path: str, overrides: Sequence[str], options: Options) -> int:
         if code := launch(each, options.executor):
             say(
                 f"{label} ended with exit code {code}; nothing is compared. What was measured is kept, and the same"
-                f" command starts {label} over"
+                f" command starts {label} over, or follows its job where that is still live"
             )
             return code
     found = {label: measured(base, each, options.warm_up) for label, each in runs.items()}
@@ -107,7 +108,8 @@ def say(text: str) -> None:
 def _take(home: Path, runs: Mapping[str, RunConfig], request: str) -> tuple[Any, list[dict[str, Any]]]:
     """Lock the profile's folder, clear what is measured again out of it -> the lock, earlier rows of other algorithms.
 
-    Each of those rows has what its own profile was. A profile without rows did not come to its end, and goes on.
+    Each of those rows has what its own profile was. A profile without rows did not come to its end, and goes on: with
+    what is measured, and with a job of this very run that is still live. Raises ConfigError for any other live job.
     """
     if (home / local.CONFIG_FILE).exists():
         raise ConfigError(
@@ -118,10 +120,18 @@ def _take(home: Path, runs: Mapping[str, RunConfig], request: str) -> tuple[Any,
     earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     goes_on = "rows" not in earlier
     for label in (label for label in runs if (home / label / REQUEST).exists()):
-        if not (goes_on and is_measured(runs[label], request)):
-            claim(home / label).close()  # refused where it still runs
-            say(f"replacing the earlier {label} in {home}")
-            shutil.rmtree(home / label, ignore_errors=True)
+        each = runs[label]
+        job = live_job(home / label)
+        if goes_on and (is_measured(each, request) or (job and _is_asked_for(each, request))):
+            continue
+        if job:
+            raise ConfigError(
+                f"{home / label}: the earlier {label} is live as job {job.job_id} ({job.state()}); end it with"
+                f" `{job.cancel}`, or give this profile's configuration another name (name=...)"
+            )
+        claim(home / label).close()  # refused where it still runs
+        say(f"replacing the earlier {label} in {home}")
+        shutil.rmtree(home / label, ignore_errors=True)
     how = {k: earlier.get(k) for k in ("steps", "warm_up", "lengths")}
     rows = [{"name": row["name"], "profile": how, **row} for row in earlier.get("rows", ())]
     kept = [row for row in (*rows, *earlier.get("kept", ())) if row["name"] not in runs]
@@ -131,14 +141,24 @@ def _take(home: Path, runs: Mapping[str, RunConfig], request: str) -> tuple[Any,
 
 def is_measured(run: RunConfig, request: str) -> bool:
     """Whether the run's folder holds every step of this very run, sampled as asked for."""
-    asked, made_with = run.folder / REQUEST, run.folder / local.CONFIG_FILE
-    return (
-        asked.exists()
-        and asked.read_text(encoding="utf-8") == request
-        and made_with.exists()
-        and made_with.read_text(encoding="utf-8") == configuration.to_yaml(run)
-        and [line["step"] for line in read_metrics(run.folder)][-1:] == [run.train.max_steps]
-    )
+    return _is_asked_for(run, request) and [line["step"] for line in read_metrics(run.folder)][-1:] == [
+        run.train.max_steps
+    ]
+
+
+def _is_asked_for(run: RunConfig, request: str) -> bool:
+    """Whether the run's folder was made for this very run, to be sampled as asked for."""
+    made = ((run.folder / REQUEST, request), (run.folder / local.CONFIG_FILE, configuration.to_yaml(run)))
+    return all(path.exists() and path.read_text(encoding="utf-8") == text for path, text in made)
+
+
+def live_job(folder: Path) -> Submitted | None:
+    """The job of the run in a folder where it is still queued or running. Raises ConfigError where nobody can tell."""
+    if not (folder / "slurm").exists():
+        return None
+    from hpcgrpo.launch import submit
+
+    return submit.find_live(folder)
 
 
 # ---- what is run
@@ -283,8 +303,12 @@ def forced_lengths(asked: str | None, base: RunConfig) -> list[int] | None:
 
 
 def launch(run: RunConfig, executor: str) -> int:
-    """Run it to its end -> its exit code: here under torchrun, or as a job, whose words go to stderr."""
-    if executor == "local" and run.cluster.nodes == 1 and run.generation.backend != "vllm":
+    """Run it to its end -> its exit code: here under torchrun, or as a job, whose words go to stderr.
+
+    Its job that is still live is followed instead.
+    """
+    here = executor == "local" and run.cluster.nodes == 1 and run.generation.backend != "vllm"
+    if here and live_job(run.folder) is None:
         return local.launch(run, resumes=False) if local.preflight(run, fresh=False) else 0
     from hpcgrpo.launch import submit
 

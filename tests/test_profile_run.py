@@ -15,9 +15,11 @@ import torch
 from runs import hpcgrpo, make_model
 
 from hpcgrpo import config, profile_run, profile_table, tiny
+from hpcgrpo.config import ConfigError
 from hpcgrpo.generation.forced import ForcedGenerator
 from hpcgrpo.generation.transformers import TransformersGenerator
 from hpcgrpo.generation.wire import body
+from hpcgrpo.launch import follow, submit
 from hpcgrpo.profile_run import Options
 from hpcgrpo.sections import RunConfig
 from hpcgrpo.types import Request, Sampling
@@ -197,6 +199,32 @@ def test_a_stopped_profile_goes_on_with_the_algorithm_at_hand(tmp_path: Path) ->
     longer = profile_run.runs_of(base(tmp_path), Options(algorithms=("grpo",), steps=6))
     assert not profile_run.is_measured(longer["grpo"], REQUESTED)
     assert not profile_run.is_measured(runs["grpo"], '{"lengths": [6]}\n')
+
+
+def test_a_live_job_of_this_very_run_is_followed_and_no_other_one_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = base(tmp_path, model_name_or_path=str(make_model(tmp_path / "model")))
+    runs = profile_run.runs_of(asked, Options(algorithms=("grpo",)))
+    run = runs["grpo"]
+    take(tmp_path, runs)
+    measure(run, 0)
+    monkeypatch.setattr(follow, "LEAVING_SECONDS", 0.0)
+    # what submit takes for a job on this machine: a live process whose command names submitit
+    waiting = [sys.executable, "-c", "import sys; sys.stdin.read()", "submitit"]
+    with subprocess.Popen(waiting, stdin=subprocess.PIPE) as process:
+        job = f"local{process.pid}"
+        submit.record_job(run.folder, job, [tmp_path / "log"], executor="local")
+        longer = profile_run.runs_of(asked, Options(algorithms=("grpo",), steps=6))
+        with pytest.raises(ConfigError, match=rf"as job {job} \(RUNNING\); end it with `kill {process.pid}`"):
+            take(tmp_path, longer)
+        take(tmp_path, runs)
+        assert run.folder.exists()
+        ended = {"job": job, "code": 3, "reason": "as the job says"}
+        (run.folder / "slurm" / "ended.json").write_text(json.dumps(ended))
+        assert profile_run.launch(run, "local") == 3
+    take(tmp_path, runs)
+    assert not run.folder.exists()
 
 
 def test_lengths_are_a_number_or_a_runs(tmp_path: Path) -> None:

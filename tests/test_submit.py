@@ -89,6 +89,14 @@ REFUSED = [
 ]  # fmt: skip
 
 
+def test_a_reward_that_raises_is_told_before_the_queue(yaml: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def raises(completions, **columns):\n    raise RuntimeError('my own trouble')\n")
+    error = refused(config.load(yaml, [f"rewards={{'{path}:raises': 1.0}}"]), executor="local")
+    assert error == f"reward raises raised RuntimeError: my own trouble ({path}, line 2)"
+    assert not (tmp_path / "logs").exists()
+
+
 @pytest.mark.slow
 def test_what_slurm_would_refuse_is_told_before_the_queue(slurm: Cluster, yaml: Path) -> None:
     for override, said in REFUSED:
@@ -253,7 +261,9 @@ def test_a_run_is_followed_through_a_requeue_with_the_code_it_was_submitted_with
     assert "RUNNING" in states and "PENDING" in states[states.index("RUNNING") :], done.stderr
     assert done.stderr.splitlines()[-1] == f"hpcgrpo: job {job} ended with code 0: finished"
     assert "run step 5/5" in done.stdout and done.stdout.count("run step 1/5") == 1
-    ran = {tuple(line.split(f"{folder}/")[1:]) for line in record.read_text().splitlines()}
+    checked, *lines = record.read_text().splitlines()
+    assert checked.startswith(f"{folder}/mine.py ")  # before it was queued
+    ran = {tuple(line.split(f"{folder}/")[1:]) for line in lines}
     (code,) = (folder / "logs" / "run" / "slurm").glob("code-*")
     place = f"logs/run/slurm/{code.name}"
     assert ran == {(f"{place}/mine.py ", f"{place}/hpcgrpo/__init__.py")}

@@ -45,6 +45,7 @@ def submit(run: RunConfig, *, executor: str, wait: bool, fresh: bool, as_json: b
     live = find_live(run.folder)
     if live is not None:
         return _join(run, live, wait=wait, fresh=fresh)
+    _check(run)
     if executor == "slurm":
         queue.check(job)
         queue.test_only(job, sbatch.render(job))
@@ -61,6 +62,12 @@ def submit(run: RunConfig, *, executor: str, wait: bool, fresh: bool, as_json: b
         ) from None
     _tell(run, submitted, as_json)
     return follow(submitted, out=sys.stderr if as_json else sys.stdout) if wait else 0
+
+
+def _check(run: RunConfig) -> None:
+    """What `hpcgrpo check` looks at, prompts and rewards too; tells what could not be looked at."""
+    for text in checks.check(run)["not_checked"]:
+        print(f"not checked: {text}", file=sys.stderr)
 
 
 # ---- handing over
@@ -307,8 +314,7 @@ def dry_run(run: RunConfig, *, as_json: bool) -> int:
 
     An existing run is left as it is. Raises ConfigError for what the user can mend.
     """
-    for text in checks.check(run)["not_checked"]:
-        print(f"not checked: {text}", file=sys.stderr)
+    _check(run)
     job = job_for(run, directory=Path.cwd())
     folder = Path(job.folder) / "slurm" / "dry-run"
     script, written = folder / f"{run.name}.sbatch", folder / local.CONFIG_FILE

@@ -133,8 +133,8 @@ def _check(folder: Path) -> None:
 # ---- progress
 
 
-def _progress(folder: Path) -> tuple[int, int, bool]:
-    """(last step in metrics.jsonl, step of the newest complete checkpoint, whether that one is the run's last)."""
+def _progress(folder: Path) -> tuple[int, int | None, bool]:
+    """(last step in metrics.jsonl, that of the newest complete checkpoint or None, whether that is the run's last)."""
     step = 0
     for line in reversed(tail(folder / "metrics.jsonl")[0]):
         found = re.match(r'\{"step": (\d+)\b.*\}\s*$', line)
@@ -142,10 +142,10 @@ def _progress(folder: Path) -> tuple[int, int, bool]:
             step = int(found[1])
             break
     newest = next(iter(complete(folder / "checkpoints")), None)
-    saved = step_of(newest) if newest else 0
+    saved = step_of(newest) if newest else None
     limit = re.search(r"^ +max_steps: (\d+)\s*$", "\n".join(tail(folder / "config.yaml")[0]), re.MULTILINE)
     flagged = newest is not None and read_json(newest / "trainer_state.json").get("finished") is True
-    finished = flagged or bool(limit and saved >= int(limit[1]) > 0)
+    finished = flagged or bool(limit and (saved or 0) >= int(limit[1]) > 0)
     return step, saved, finished
 
 
@@ -310,9 +310,12 @@ def show(report: Mapping[str, Any]) -> None:
     if not starts and report["failure"]:
         _show_failure(report["failure"])
     if not starts and report["state"] == "stopped":
+        saved = report["checkpoint_step"]
+        kept = "without a checkpoint" if saved is None else f"with a checkpoint of step {saved}"
+        next_start = "starts it over" if saved is None else "goes on from there"
         print(
-            f"  it stopped before its end, with a checkpoint of step {report['checkpoint_step']}. A run on this machine"
-            " writes its errors to the terminal; the same command goes on from there"
+            f"  it stopped before its end, {kept}. A run on this machine writes its errors to the terminal; the same"
+            f" command {next_start}"
         )
 
 

@@ -508,6 +508,23 @@ def test_a_local_run_whose_process_has_ended_is_not_running(tmp_path: Path) -> N
     assert doctor.diagnose(tmp_path)["state"] == "running"
 
 
+def test_a_run_that_left_no_checkpoint_is_said_to_start_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    os.utime(tmp_path / "metrics.jsonl", (BEGAN, BEGAN))
+    assert doctor.run(tmp_path, as_json=False) == 1
+    said = capsys.readouterr().out
+    assert "without a checkpoint" in said and "the same command starts it over" in said
+    for step in (0, 1):
+        saved = tmp_path / "checkpoints" / f"checkpoint-{step}"
+        saved.mkdir(parents=True)
+        (saved / "COMPLETE").write_text("{}")
+        assert doctor.run(tmp_path, as_json=False) == 1
+        said = capsys.readouterr().out
+        assert f"with a checkpoint of step {step}" in said and "goes on from there" in said
+
+
 # ---- the command
 
 

@@ -758,6 +758,21 @@ def test_plan_says_memory_time_and_cost(capsys: pytest.CaptureFixture[str]) -> N
     assert said["assumptions"]
 
 
+def test_plan_takes_the_configuration_of_a_run_by_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.plan(asked(IGRPO)) == 0
+    said = capsys.readouterr().out
+    (tmp_path / "config.yaml").write_text(configuration.to_yaml(configuration.load(IGRPO)))
+    assert command.plan(asked(str(tmp_path))) == 0
+    assert capsys.readouterr().out == said
+    with pytest.raises(
+        configuration.ConfigError,
+        match=r"is a folder without config\.yaml; give a YAML file, or the folder of",
+    ):
+        command.plan(asked(str(tmp_path.parent)))
+
+
 def test_plan_prints_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.plan(asked(IGRPO, json=False)) == 0
     said = capsys.readouterr().out

@@ -23,10 +23,12 @@ from hpcgrpo.sections import RunConfig
 def plan(arguments: argparse.Namespace) -> int:
     """Answer `hpcgrpo plan`; 0 where it could. Raises ValueError for what the user can mend.
 
-    `arguments` has config (or None), overrides, hardware, efficiencies, lengths, trace, sweep, within, paper,
-    calibrate, output, price_per_gpu_hour and json.
+    `arguments` has config (a file, a run's folder or None), overrides, hardware, efficiencies, lengths, trace, sweep,
+    within, paper, calibrate, output, price_per_gpu_hour and json.
     """
     _check(arguments)
+    if arguments.config and Path(arguments.config).is_dir():
+        arguments.config = _of_run(Path(arguments.config))
     numbers, extra = _efficiencies(arguments.efficiencies)
     if arguments.paper:
         return _paper(arguments, numbers or efficiencies.DEFAULTS)
@@ -69,6 +71,16 @@ def _check(arguments: argparse.Namespace) -> None:
     price = arguments.price_per_gpu_hour
     if price is not None and not price >= 0:
         raise ConfigError(f"plan: --price-per-gpu-hour {price}: a price of 0 or more")
+
+
+def _of_run(folder: Path) -> str:
+    """The configuration of a run by its folder. Raises ConfigError for a folder of anything else."""
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(
+            f"plan: {folder} is a folder without config.yaml; give a YAML file, or the folder of a run"
+            " (output_dir/name)"
+        )
+    return str(folder / "config.yaml")
 
 
 def _efficiencies(path: str | None) -> tuple[Efficiencies | None, Mapping[str, Any]]:

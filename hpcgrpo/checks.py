@@ -46,9 +46,9 @@ def inputs(run: RunConfig) -> list[Row]:
     offline = pretrained.hub_offline(run.cluster.slurm_setup)
     model, peer = models.find(run, offline=offline)
     refusals.verdict(run, model, peer)
-    rows = load_rows(**run.data.rows())
+    rows = _loaded(run.data, "data")
     if run.eval is not None:
-        load_rows(**run.eval.data.rows())
+        _loaded(run.eval.data, "eval.data")
     counts = arithmetic(run, run.build_algorithm(), rows=len(rows))
     disk(run, model, peer, counts)
     return rows
@@ -115,7 +115,7 @@ def _rows(data: DataConfig, key: str, offline: bool, notes: Notes) -> list[Row] 
     known = PRESETS.get(data.preset or "")
     name = data.name or (known.name if known and not data.path else None)
     if name is None or data.preset in GENERATED or _cached(name):
-        return load_rows(**data.rows())
+        return _loaded(data, key)
     config_name = data.config_name or (known.config_name if known else None)
     arguments = ", ".join(repr(a) for a in (name, config_name) if a)
     once = (
@@ -131,6 +131,13 @@ def _rows(data: DataConfig, key: str, offline: bool, notes: Notes) -> list[Row] 
         f" looked at; load it once: {once}"
     )
     return None
+
+
+def _loaded(data: DataConfig, key: str) -> list[Row]:
+    try:
+        return load_rows(**data.rows())
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def _cached(name: str) -> bool:

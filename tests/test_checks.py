@@ -323,6 +323,15 @@ def test_the_second_prompt_counts_for_the_models_length(tmp_path: Path) -> None:
     checks.inputs(load(fake_model(tmp_path / "c", max_position_embeddings=40), tmp_path, plain))
 
 
+@pytest.mark.parametrize("key", ["data", "eval.data"])
+def test_what_is_wrong_with_the_rows_is_told_with_their_section(tiny: Path, tmp_path: Path, key: str) -> None:
+    chain = "{preset: chain, max_samples: 64, options: {digits: true}}"
+    changes = f"data={chain}" if key == "data" else f"eval={{data: {chain}}}"
+    for way in (checks.inputs, checks.check):
+        with pytest.raises(ConfigError, match=rf"^{key}: options\.digits is True; .* takes a whole number$"):
+            way(load(tiny, tmp_path, changes))
+
+
 # ---- weights
 
 

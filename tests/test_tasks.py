@@ -264,7 +264,9 @@ def test_generated_rows_are_distinct_seeded_and_never_in_two_splits(task: str) -
 def test_generated_tasks_refuse_what_they_cannot_do() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"digits": 3, "max_samples": 950}, "gave 8.. different questions .* 950"),
-        ({"digits": 2}, "digits is 2"),
+        ({"digits": 2}, r"^options\.digits is 2; chain needs at least 3"),
+        ({"digits": True}, r"^options\.digits is True; the task 'chain' takes a whole number$"),
+        ({"size": "x"}, r"^options\.size is 'x'; the task 'chain' takes a whole number$"),
         ({"digit": 2}, r"no option 'digit' \(options: digits, size\)"),
         ({"split": "dev"}, "split is 'dev'"),
     ]

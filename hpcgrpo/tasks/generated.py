@@ -20,7 +20,7 @@ Draw = Callable[[random.Random], dict[str, str]]
 def chain(*, digits: int = 8) -> Draw:
     """Running sums modulo 10 of a row of digits: `1234` -> `36=0`; the answer is the last sum."""
     if digits < 3:
-        raise ValueError(f"chain: digits is {digits}; at least 3 are needed for a sum to reason about")
+        raise ValueError(f"options.digits is {digits}; chain needs at least 3, for a sum to reason about")
 
     def draw(rng: random.Random) -> dict[str, str]:
         numbers = [rng.randrange(10) for _ in range(digits)]
@@ -56,7 +56,7 @@ ADDITION_TEMPLATES = (
 def addition(*, largest: int = 9) -> Draw:
     """Word problems that add two numbers from 1 to `largest`; the answer is an integer."""
     if largest < 1:
-        raise ValueError(f"addition: largest is {largest}; it must be at least 1")
+        raise ValueError(f"options.largest is {largest}; addition needs at least 1")
 
     def draw(rng: random.Random) -> dict[str, str]:
         name, friend = rng.sample(ADDITION_NAMES, 2)
@@ -76,16 +76,18 @@ def generate(name: str, *, split: str, seed: int, size: int | None, options: Map
     """Distinct rows; which split a question belongs to depends on its text alone, so splits never meet."""
     if split not in ("train", "test"):
         raise ValueError(f"split is {split!r}; the generated task {name!r} has 'train' and 'test'")
-    chosen = dict(options)
-    count = int(size if size is not None else chosen.pop("size", GENERATED_SIZE))
-    chosen.pop("size", None)
-    accepted = inspect.signature(GENERATED[name]).parameters
-    unknown = sorted(set(chosen) - set(accepted))
+    accepted = [*inspect.signature(GENERATED[name]).parameters, "size"]
+    unknown = sorted(set(options) - set(accepted))
     if unknown:
         raise ValueError(
-            f"task {name!r} has no option {', '.join(map(repr, unknown))} (options:"
-            f" {', '.join([*accepted, 'size'])})"
+            f"task {name!r} has no option {', '.join(map(repr, unknown))} (options: {', '.join(accepted)})"
         )
+    for option, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"options.{option} is {value!r}; the task {name!r} takes a whole number")
+    chosen = dict(options)
+    own_size = chosen.pop("size", GENERATED_SIZE)
+    count = own_size if size is None else size
     draw, rng = GENERATED[name](**chosen), random.Random(stable_seed(name, split, seed))
     found: dict[str, dict[str, str]] = {}
     fruitless = 0

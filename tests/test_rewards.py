@@ -306,8 +306,21 @@ def test_what_a_user_function_may_not_do(user: Callable[[str], str], name: str, 
         ({"accuracy": "1.0"}, "weight of accuracy is '1.0'"),
         ({"accuracy": {"weight": None}}, "weight of accuracy is None"),
         ({"accuracy": {"time_limit_seconds": 0}}, "time_limit_seconds=0"),
+        (
+            {"accuracy": {"time_limit_seconds": "nan"}},
+            "^rewards.accuracy.time_limit_seconds is 'nan'; it must be a finite number$",
+        ),
+        (
+            {"accuracy": {"time_limit_seconds": float("nan")}},
+            "time_limit_seconds is nan; it must be a finite",
+        ),
+        (
+            {"accuracy": {"memory_limit_bytes": True}},
+            "memory_limit_bytes is True; it must be a whole number$",
+        ),
+        ({"accuracy": {"require_box_or_tag": "no"}}, "require_box_or_tag is 'no'; it must be true or false"),
         ({"overlong": {"cache_length": 200}}, "cache_length=200 must be between 1 and max_length=100"),
-        ({"overlong": {"max_length": "many"}}, "overlong"),
+        ({"overlong": {"max_length": "many"}}, "overlong.max_length is 'many'; .* a whole number, or null$"),
         ({"judge": 1.0}, "judge needs the options base_url, model"),
         ({"judge": {"base_url": "node:8000", "model": "m"}}, "base_url='node:8000' must start with http"),
         ({"judge": {"base_url": "http://n", "model": "m", "api_key_env": "NO_SUCH_KEY_1"}}, "NO_SUCH_KEY_1"),
@@ -328,6 +341,17 @@ def test_bad_specifications(spec: dict[str, Any], message: str) -> None:
 def test_bad_user_functions(user: Callable[[str], str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'scald' does not exist \(did you mean 'scaled'\?\)"):
         built({user("scald"): 1.0})
+    with pytest.raises(ValueError, match=r"'absent' does not exist \(functions there: raises, wrong\)"):
+        path = tmp_path / "few.py"
+        path.write_text("def raises(completions): ...\ndef wrong(x): return [1.0]\n")
+        built({f"{path}:absent": 1.0})
+    with pytest.raises(ValueError) as caught:
+        two({f"{path}:wrong": 1.0}, answer="7")
+    assert str(caught.value) == (
+        "reward wrong cannot be called: wrong() missing 1 required positional argument: 'x'. It is given answer,"
+        " prompts, completions, completion_ids by name, lists with one item a completion; write it as def"
+        " wrong(prompts, completions, **columns)"
+    )
     with pytest.raises(ValueError, match="'constant' is not callable"):
         built({user("constant"): 1.0})
     with pytest.raises(ValueError, match=r"has no option 'facter' \(did you mean 'factor'\?\)"):

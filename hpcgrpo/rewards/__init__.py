@@ -192,6 +192,7 @@ def _own_reward(name: str, options: dict[str, Any], run: Run) -> Reward:
     parameters = inspect.signature(REWARDS[name]).parameters.values()
     own = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
     _check_options(name, options, own)
+    _check_values(name, options, own)
     missing = [n for n, p in own.items() if p.default is p.empty and n not in options]
     if missing:
         raise ValueError(f"rewards: {name} needs the options {', '.join(missing)}")
@@ -210,8 +211,30 @@ def _check_options(name: str, options: Mapping[str, Any], known: Mapping[str, An
             )
 
 
+# Kind of an option, as its signature has it -> the rule, does a value keep it?
+RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "bool": ("true or false", lambda v: isinstance(v, bool)),
+    "int": ("a whole number", lambda v: isinstance(v, int) and not isinstance(v, bool)),
+    "float": (
+        "a finite number",
+        lambda v: isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v),
+    ),
+    "str": ("text", lambda v: isinstance(v, str)),
+}
+
+
+def _check_values(name: str, options: Mapping[str, Any], own: Mapping[str, inspect.Parameter]) -> None:
+    for option, value in options.items():
+        kind, _, optional = str(own[option].annotation).partition(" | ")
+        rule, holds = RULES.get(kind, ("", lambda _: True))
+        if not holds(value) and not (optional and value is None):
+            raise ValueError(
+                f"rewards.{name}.{option} is {value!r}; it must be {rule}{optional and ', or null'}"
+            )
+
+
 def _nearest(name: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, known, 1, 0.5)
+    near = difflib.get_close_matches(name, known, 1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
@@ -224,7 +247,8 @@ def _user_reward(key: str, options: dict[str, Any]) -> Reward:
     function = getattr(module, name, None)
     if not callable(function):
         public = {n: f for n, f in vars(module).items() if callable(f) and not n.startswith("_")}
-        found = "is not callable" if hasattr(module, name) else f"does not exist{_nearest(name, public)}"
+        others = _nearest(name, public) or f" (functions there: {', '.join(public) or 'none'})"
+        found = "is not callable" if hasattr(module, name) else f"does not exist{others}"
         raise ValueError(f"rewards: {key}: {name!r} {found} in {place}")
     parameters = _parameters(function)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -323,6 +347,11 @@ def _call(
         SystemExit,
     ) as error:  # whatever a user's function raises; sys.exit would end the run quietly
         frame = extract_tb(error.__traceback__)[-1]
+        if isinstance(error, TypeError) and frame.filename == __file__:  # it was never entered
+            raise ValueError(
+                f"reward {name} cannot be called: {error}. It is given {', '.join(arguments)} by name, lists with one"
+                f" item a completion; write it as def {name.rpartition(':')[2]}(prompts, completions, **columns)"
+            ) from None
         copies = f"{os.environ.get('HPCGRPO_CODE')}/files"  # of a job: name the user's own file
         where = f"{frame.filename.removeprefix(copies)}, line {frame.lineno}"
         raise ValueError(f"reward {name} raised {type(error).__name__}: {error} ({where})") from error

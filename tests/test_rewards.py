@@ -308,7 +308,7 @@ def test_what_a_user_function_may_not_do(user: Callable[[str], str], name: str, 
         ({"accuracy": {"time_limit_seconds": 0}}, "time_limit_seconds=0"),
         (
             {"accuracy": {"time_limit_seconds": "nan"}},
-            "^rewards.accuracy.time_limit_seconds is 'nan'; it must be a finite number$",
+            "^rewards: accuracy.time_limit_seconds is 'nan'; it must be a finite number$",
         ),
         (
             {"accuracy": {"time_limit_seconds": float("nan")}},

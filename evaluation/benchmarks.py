@@ -336,6 +336,8 @@ def _generated(task: str, text: str) -> Benchmark:
                 f"benchmarks: {task}:{text}: options have the form key=number, e.g. {task}:size=64"
             )
         options[key] = int(value)
+    if options.get("size") == 0:
+        raise ValueError(f"benchmarks: {task}:{text}: size is 0; a benchmark has at least 1 problem")
     name = "-".join((task, *(f"{k}-{v}" for k, v in sorted(options.items()))))
     size = options.pop("size", GENERATED_SIZE)
     return replace(BENCHMARKS[task], name=name, size=size, options=options)

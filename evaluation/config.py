@@ -67,15 +67,15 @@ def load(path: str | Path | None, overrides: Sequence[str] = (), **given: Any) -
     plain = [item for item in overrides if item.partition("=")[0] not in TEXTS]
     try:
         merged = OmegaConf.load(path) if path else OmegaConf.create({})
+        if not OmegaConf.is_dict(merged):
+            raise ValueError("holds no mapping of keys to values; start from configs/eval/igrpo.yaml")
         values: Any = OmegaConf.to_container(
             OmegaConf.merge(merged, OmegaConf.from_dotlist(plain)), resolve=True
         )
-    except OSError as error:
-        raise ConfigError(f"{source}: cannot be read: {error.strerror}") from None
+    except OSError as error:  # of omegaconf's own too, for a file that holds one number
+        raise ConfigError(f"{source}: cannot be read: {error.strerror or error}") from None
     except (YAMLError, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(f"{source}: {' '.join(str(error).split())}") from None
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{source}: must hold keys and values, e.g. benchmarks: [gsm8k]")
     return parse({**values, **texts, **{k: v for k, v in given.items() if v is not None}}, source=source)
 
 

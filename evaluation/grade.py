@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -79,8 +80,8 @@ def run(
     a line could not be read (no JSON object, a key missing, a value that is no text), and at once where all lines lack
     the same; a reference that is null, empty or NaN is no such case.
     """
-    if time_limit_seconds <= 0:
-        raise ValueError(f"--time-limit {time_limit_seconds:g}: must be more than 0 seconds, e.g. 2")
+    if not 0 < time_limit_seconds < math.inf:
+        raise ValueError(f"--time-limit {time_limit_seconds:g}: must be a number of seconds above 0, e.g. 2")
     counts: Counter[Outcome] = Counter()
     unusable: list[bool] = []  # of each such line, whether it was readable
     told = time.monotonic()

@@ -95,7 +95,7 @@ def recipe(benchmark: Benchmark, config: EvaluationConfig, preset: str | None = 
     required = config.require_box_or_tag
     required = setting.require_box_or_tag if required is None else required
     return Recipe(
-        _override(setting.protocol, config),
+        _override(benchmark, setting.protocol, config),
         _checked(benchmark.template if template is None else template),
         config.system_prompt if config.system_prompt is not None else setting.system_prompt,
         benchmark.require_box_or_tag if required is None else required,
@@ -140,7 +140,7 @@ def _setting(benchmark: Benchmark, preset: str | None) -> Setting:
     return setting
 
 
-def _override(base: Protocol, config: EvaluationConfig) -> Protocol:
+def _override(benchmark: Benchmark, base: Protocol, config: EvaluationConfig) -> Protocol:
     names = Protocol.__dataclass_fields__
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     merged = replace(base, **given)
@@ -148,7 +148,7 @@ def _override(base: Protocol, config: EvaluationConfig) -> Protocol:
         return merged
     if "num_samples" in given:
         raise ValueError(
-            f"num_samples is {merged.num_samples} at temperature 0, where all completions are alike; set"
-            " num_samples to 1, or a temperature above 0"
+            f"{benchmark.name}: num_samples is {merged.num_samples} at temperature 0, where all completions are alike;"
+            " set num_samples to 1, or a temperature above 0"
         )
     return replace(merged, num_samples=1)  # the temperature was set to 0, so one says all

@@ -12,7 +12,7 @@ from typing import Any
 
 from evaluation.benchmarks import LETTERS, Benchmark, Hub, Kind, Problem
 from hpcgrpo.tasks import Row, hub, jsonl, load_rows
-from hpcgrpo.tasks.rows import gsm8k_gold, math_gold
+from hpcgrpo.tasks.rows import Unusable, gsm8k_gold, math_gold
 from hpcgrpo.types import stable_seed
 
 logger = logging.getLogger(__name__)
@@ -118,9 +118,7 @@ def _from_hub(benchmark: Benchmark, source: Hub) -> list[Row]:
 def _from_folder(benchmark: Benchmark, path: Path) -> list[Row]:
     source = benchmark.hub
     assert source is not None
-    return load_rows(
-        path=str(path), split=source.split, prompt_column=source.question, answer_column=source.answer
-    )
+    return _from_path(path, source.question, source.answer, split=source.split)
 
 
 def _from_file(benchmark: Benchmark, path: Path) -> list[Row]:
@@ -128,7 +126,16 @@ def _from_file(benchmark: Benchmark, path: Path) -> list[Row]:
         return _from_csv(benchmark, path)
     first = _first_record(path)
     question, answer = _columns(benchmark, path, first) if first else (benchmark.questions[0], "answer")
-    return load_rows(path=str(path), prompt_column=question, answer_column=answer)
+    return _from_path(path, question, answer)
+
+
+def _from_path(path: Path, question: str, answer: str, split: str = "train") -> list[Row]:
+    """Rows of a file or a folder. What is said of a bad one names no key, as an evaluation has none for its columns."""
+    try:
+        return load_rows(path=str(path), prompt_column=question, answer_column=answer, split=split)
+    except Unusable as error:
+        columns = f"; every row is to have {question!r} and {answer!r}" if "no column" in error.why else ""
+        raise ValueError(f"{error.why}{columns}") from None
 
 
 def _first_record(path: Path) -> dict[str, Any] | None:

@@ -265,7 +265,19 @@ def test_blank_lines_of_a_file_are_left_out(tmp_path: Path) -> None:
         ([{"problem": "p"}], r"no column for the answer.*columns: problem"),
         (
             [{"problem": "p", "answer": "1"}, {"problem": "p", "answer": ""}],
-            "line 2: column 'answer' is empty",
+            r"line 2: column 'answer' is empty; every row needs an answer to grade against$",
+        ),
+        (
+            [{"problem": "p", "answer": "1"}, {"problem": "p", "answer": None}],
+            "every row needs an answer to grade against$",
+        ),
+        (
+            [{"problem": "p", "answer": "1"}, {"question": "p", "answer": "1"}],
+            r"line 2: no column 'problem' \(columns: question, answer\); every row is to have 'problem' and 'answer'$",
+        ),
+        (
+            [{"problem": "p", "answer": "1"}, {"problem": "p"}],
+            r"line 2: no column 'answer' \(columns: problem\); every row is to have 'problem' and 'answer'$",
         ),
         (
             [
@@ -281,6 +293,13 @@ def test_blank_lines_of_a_file_are_left_out(tmp_path: Path) -> None:
 def test_rows_that_cannot_be_used(tmp_path: Path, rows: list[dict[str, Any]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         own(write(tmp_path / "x.jsonl", rows))
+
+
+def test_a_generated_task_of_no_problems_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"benchmarks: chain:digits=3:size=0: size is 0; .* at least 1 problem$"
+    ):
+        resolve(["chain:digits=3:size=0"])
 
 
 @pytest.mark.parametrize(
@@ -473,7 +492,7 @@ def test_keys_beat_the_preset_and_null_leaves_it() -> None:
 
 def test_greedy_is_one_sample() -> None:
     assert protocol(BENCHMARKS["aime24"], config(temperature=0)).num_samples == 1
-    with pytest.raises(ValueError, match="num_samples is 4 at temperature 0"):
+    with pytest.raises(ValueError, match=r"^aime24: num_samples is 4 at temperature 0"):
         protocol(BENCHMARKS["aime24"], config(temperature=0, num_samples=4))
 
 

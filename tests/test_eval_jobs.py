@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from evaluation import jobs, reasons, rolling, scripts
-from evaluation.config import EvaluationConfig
+from evaluation.config import EvaluationConfig, load
 from evaluation.task import Task
 from hpcgrpo.config import ConfigError
 from hpcgrpo.journal import FolderInUse, claim
@@ -178,6 +178,14 @@ def test_a_new_sharing_out_replaces_the_tasks_of_its_benchmark_alone(tmp_path: P
     assert sorted(p.name for p in place.iterdir() if p.is_file()) == [
         "a-0-of-2.log.before", "a.json", "a.log.before", "b.json", "b.log", "b.reason"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["- a\n", "4\n"])
+def test_a_file_without_keys_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "e.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=rf"^{path}: .*(holds no mapping of keys|[Ii]nvalid loaded object)"):
+        load(path, ["benchmarks=chain"])
 
 
 # ---- why something is missing

@@ -279,3 +279,10 @@ def test_the_collection_of_cases(capsys: pytest.CaptureFixture[str]) -> None:
     false_positives = [c["id"] for c, f in settled if f["verdict"] and not c["expected"]]
     assert len(settled) == 469 and len(wrong) <= 4, wrong
     assert len(false_positives) <= 0.01 * sum(not c["expected"] for c, _ in settled), false_positives
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_a_time_limit_is_a_number_of_seconds(tmp_path: Path, seconds: str) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"gold": "1", "prediction": "1"}])
+    with pytest.raises(ValueError, match=f"^--time-limit {seconds}: must be a number of seconds above 0"):
+        grade.run(path, as_json=True, processes=1, time_limit_seconds=float(seconds))

@@ -100,7 +100,7 @@ def generate(name: str, *, split: str, seed: int, size: int | None, options: Map
     if len(found) < count:
         raise ValueError(
             f"task {name!r} gave {len(found)} different questions for split {split!r} where {count} are asked"
-            " for; ask for fewer (max_samples) or for larger questions"
+            " for; ask for fewer (max_samples or the option size) or for larger questions"
         )
     return [
         Row(i, ({"role": "user", "content": question},), record)

@@ -102,7 +102,15 @@ def _preset(name: str | None) -> Preset | None:
     return PRESETS[name]
 
 
-class _Unanswered(ValueError):
+class Unusable(ValueError):
+    """A row that cannot be used; `why` leaves out which key of a run's `data` mends it."""
+
+    def __init__(self, why: str, way_out: str = "") -> None:
+        super().__init__(f"{why}{way_out}")
+        self.why, self.way_out = why, way_out
+
+
+class _Unanswered(Unusable):
     """A row whose answer is missing or cannot be read."""
 
 
@@ -122,10 +130,11 @@ def _checked(
             rows.append(_row(number - 1, record, prompt_columns, answer_column, preset))
         except _Unanswered as error:
             if not skip_unanswered:
-                raise ValueError(
-                    f"{label} {number}: {error} (skip_unanswered: true leaves such rows out)"
-                ) from None
+                way_out = f"{error.way_out} (skip_unanswered: true leaves such rows out)"
+                raise Unusable(f"{label} {number}: {error.why}", way_out) from None
             skipped.append(number)
+        except Unusable as error:
+            raise Unusable(f"{label} {number}: {error.why}", error.way_out) from None
         except ValueError as error:
             raise ValueError(f"{label} {number}: {error}") from None
     if skipped:
@@ -142,9 +151,9 @@ def _row(index: int, record: Any, prompt_columns: tuple[str, ...], answer_column
         raise ValueError(f"holds {jsonl.kind(record)}; every line must be an object, such as " + EXAMPLE_LINE)
     column = next((c for c in prompt_columns if c in record), None)
     if column is None:
-        raise ValueError(
-            f"no column {' or '.join(map(repr, prompt_columns))} (columns: {', '.join(record) or 'none'});"
-            " set prompt_column to the one that holds the question"
+        raise Unusable(
+            f"no column {' or '.join(map(repr, prompt_columns))} (columns: {', '.join(record) or 'none'})",
+            "; set prompt_column to the one that holds the question",
         )
     messages = _messages(record[column], column)
     answer = preset.gold(record, answer_column)
@@ -246,8 +255,8 @@ def plain_gold(columns: Columns, column: str) -> str:
     """The answer as it stands: text, or a number written out."""
     if column not in columns:
         raise _Unanswered(
-            f"no column {column!r} (columns: {', '.join(columns)}); set answer_column to the one that holds"
-            " the answer"
+            f"no column {column!r} (columns: {', '.join(columns)})",
+            "; set answer_column to the one that holds the answer",
         )
     value = columns[column]
     if isinstance(value, bool) or not isinstance(value, str | int | float | None):

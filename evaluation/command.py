@@ -50,6 +50,9 @@ class Options:
 
 def settings(options: Options, source: Source) -> EvaluationConfig:
     """The evaluation's configuration, every benchmark and the preset of which is known."""
+    said = [item for item in options.overrides if item.startswith("num_samples=")]
+    if options.pass_at_n is not None and said not in ([], [f"num_samples={options.pass_at_n}"]):
+        raise ConfigError(f"--pass-n {options.pass_at_n} is the number of samples; leave {said[-1]} out")
     found = config.load(options.config, options.overrides, num_samples=options.pass_at_n)
     for benchmark in benchmarks.resolve(found.benchmarks):
         recipe(benchmark, found, source.run)

@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 STARTED = ("node", "ranks", "rank", "eval-task", "eval-merge", "eval-watch")  # by a job; users do not
+
+# Of each command: options that do nothing without another one, and those that go with few others.
+GOES_WITH: dict[str, dict[str, tuple[str, ...]]] = {
+    "train": {"--jobs": ("--sweep",)},
+    "submit": {"--rolling": ("--eval",)},
+    "plan": {"--output": ("--calibrate", "--sweep")},
+    "study": {"--array-parallelism": ("--executor slurm",), "--wait": ("--executor slurm",)},
+    "eval": {
+        "--after": ("--executor slurm",),
+        "--dry-run": ("--executor slurm",),
+        "--wait": ("--executor slurm",),
+        "--every": ("--rolling",),
+        "--common-only": ("--compare",),
+    },
+    "grade": {"--limit": ("--audit",)},
+}
+ALONE: dict[str, tuple[str, ...]] = {
+    "--compare": ("--common-only", "--json"),
+    "--list": ("--json",),
+    "--list-published": ("--json",),
+    "--rolling": ("MODEL", "key=value", "--config", "--executor", "--every", "--wait", "--json", "--fresh"),
+}  # of eval
 
 
 def parser() -> argparse.ArgumentParser:
@@ -21,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
     def command(name: str, text: str, *, config: bool = False) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(command=name)
+        sub.set_defaults(command=name, parser=sub)
         if config:
             sub.add_argument("config", metavar="CONFIG", help="the run's YAML file")
             sub.add_argument("overrides", nargs="*", metavar="key.sub=value", help="e.g. train.max_steps=10")
@@ -63,6 +86,35 @@ def parser() -> argparse.ArgumentParser:
         command(name, argparse.SUPPRESS).add_argument("path", type=Path)
         commands._choices_actions.pop()
     return top
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's arguments; overrides may follow an option. Exits with code 2 where it makes no sense."""
+    found, rest = parser().parse_known_args(argv)
+    if rest and not ("overrides" in found and all("=" in r and not r.startswith("-") for r in rest)):
+        parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        found.overrides = [*found.overrides, *rest]
+    return found
+
+
+def check_together(found: argparse.Namespace) -> None:
+    """Whether every option does something beside the others. Raises ValueError with what it goes with."""
+    given = set(_given(found))
+    for option, others in GOES_WITH.get(found.command, {}).items():
+        if option in given and not given.intersection(other.partition(" ")[0] for other in others):
+            raise ValueError(f"{option} goes with {' or '.join(others)}: add that, or leave {option} out")
+    for option, others in (ALONE if found.command == "eval" else {}).items():
+        left = sorted(given - {option, *others})
+        if option in given and left:
+            raise ValueError(f"{option} does not go with {', '.join(left)}; leave one of them out")
+
+
+def _given(found: argparse.Namespace) -> Iterator[str]:
+    """The options and other arguments, as help names them, that are not as they are when left out."""
+    for action in found.parser._actions:
+        if action.dest in found and getattr(found, action.dest) not in (action.default, []):
+            yield action.option_strings[-1] if action.option_strings else str(action.metavar or action.dest)
 
 
 def _cluster_commands(command: Any) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcgrpo.arguments import STARTED, parser
+from hpcgrpo.arguments import STARTED, check_together, parse
 
 USER_ERROR = 2  # exit code for what the user can mend
 
@@ -27,12 +27,9 @@ GOES_ON = {  # command -> what the same command does after an interruption
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 on success, 2 for an error the user can mend, 1 for any other."""
-    arguments, rest = parser().parse_known_args(argv)
-    if rest and not ("overrides" in arguments and all("=" in r and not r.startswith("-") for r in rest)):
-        parser().error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:  # overrides that follow an option
-        arguments.overrides = [*arguments.overrides, *rest]
+    arguments = parse(argv)
     try:
+        check_together(arguments)
         return int(BODIES[arguments.command](arguments) or 0)
     except ValueError as error:
         if os.environ.get("HPCGRPO_TRACEBACK"):

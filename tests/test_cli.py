@@ -76,6 +76,34 @@ def test_bad_configurations(config: Path, tmp_path: Path, override: str, said: s
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("eval m --dry-run", "--dry-run goes with --executor slurm: add that, or leave --dry-run out"),
+        ("eval m --after 5", "--after goes with --executor slurm"),
+        ("eval m --wait", "--wait goes with --executor slurm"),
+        ("eval m --every 5", "--every goes with --rolling"),
+        ("eval m --common-only", "--common-only goes with --compare"),
+        ("eval --compare a b c", "--compare does not go with MODEL; leave one of them out"),
+        ("eval --list --wait --executor slurm", "--list does not go with --executor, --wait"),
+        ("eval m benchmarks=chain --rolling --executor slurm --dry-run", "--rolling does not go with --dry-run"),
+        ("eval m benchmarks=chain --pass-n 4 num_samples=2", "--pass-n 4 is the number of samples; leave num_s"),
+        ("submit m.yaml --rolling", "--rolling goes with --eval"),
+        ("plan m.yaml --output x.json", "--output goes with --calibrate or --sweep"),
+        ("study m.yaml --wait", "--wait goes with --executor slurm"),
+        ("train m.yaml --jobs 2", "--jobs goes with --sweep"),
+        ("grade m.jsonl --limit 2", "--limit goes with --audit"),
+    ],
+)  # fmt: skip
+def test_an_option_that_would_do_nothing_is_refused(
+    config: Path, line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`m` stands for a run: nothing is read but by the last check, so that it may be any."""
+    words = [str(config) if word == "m" else word for word in line.split()]
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err.startswith(f"hpcgrpo: error: {said}")
+
+
 def test_missing_files(config: Path, tmp_path: Path) -> None:
     assert "no such configuration file" in refused("train", str(tmp_path / "nothing.yaml"))
     gone = "data={path: nothing.jsonl}"

@@ -111,7 +111,7 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
             "no GPU is visible here",
         ),
         (("eval", "MODEL", "benchmarks=chain", "--rolling"), "is no run"),
-        (("eval", "MODEL", "--compare", "a", "b"), "a: "),
+        (("eval", "--compare", "a", "b"), "a: "),
         (("submit", "RUN", "--eval", "x.yaml", "--executor", "local"), "jobs that wait for jobs need Slurm"),
     ],
 )
@@ -119,7 +119,8 @@ def test_what_the_user_can_mend_is_said_in_a_line(
     model: Path, tmp_path: Path, arguments: Sequence[str], words: str
 ) -> None:
     path = {"MODEL": str(model), "RUN": "configs/cluster_cpu.yaml"}
-    where = ["--output-dir", str(tmp_path)] if arguments[0] == "eval" else []
+    has_folder = arguments[0] == "eval" and not {"--rolling", "--compare"} & set(arguments)
+    where = ["--output-dir", str(tmp_path)] if has_folder else []
     done = hpcgrpo(*(path.get(a, a) for a in arguments), *where)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert words in done.stderr and "hpcgrpo: error: " in done.stderr

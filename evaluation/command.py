@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from evaluation.source import Source
 from evaluation.task import Task
 from hpcgrpo.config_file import ConfigError
 from hpcgrpo.journal import write_atomically
-from hpcgrpo.sections import RunConfig
 from hpcgrpo.types import Stopped
 
 INTERRUPTED = 130
@@ -56,7 +55,24 @@ def settings(options: Options, source: Source) -> EvaluationConfig:
     found = config.load(options.config, options.overrides, num_samples=options.pass_at_n)
     for benchmark in benchmarks.resolve(found.benchmarks):
         recipe(benchmark, found, source.run)
+    shards(found)
     return found
+
+
+def shards(found: EvaluationConfig) -> dict[str, int]:
+    """Benchmark -> elements that share its problems, of those that are shared. Raises ConfigError."""
+    names, counts = [benchmark.name for benchmark in benchmarks.resolve(found.benchmarks)], {}
+    for text, count in found.shards.items():
+        name = text
+        with suppress(ValueError):
+            name = benchmarks.resolve([text])[0].name
+        if name not in names or count < 1:
+            asked = ", ".join(found.benchmarks)
+            raise ConfigError(
+                f"shards: {text}: {count}: a benchmark of this evaluation ({asked}), and 1 or more"
+            )
+        counts[name] = count
+    return counts
 
 
 def folder_of(source: Source, options: Options) -> Path:
@@ -138,98 +154,12 @@ def set_aside(folder: Path, found: EvaluationConfig) -> dict[str, str]:
     return moved
 
 
-# ---- with Slurm
+# ---- what is asked
 
 
-def queued(text: str, options: Options) -> int:
-    """Queue the evaluation: behind the run's training where that is live, else of what is there -> exit code."""
-    source = sources.find(text, checkpoint=options.checkpoint)
-    found = settings(options, source)
-    after = options.after
-    if after is None and source.run is not None and options.checkpoint is None and _is_run(source):
-        after = jobs.training_job(source.run.folder)
-    check(source, found)
-    _here_alone(options)
-    if options.fresh and not options.dry_run:
-        set_aside(folder_of(source, options), found)
-    code = _queue(source, found, options, after=after)
-    return jobs.follow(folder_of(source, options).absolute()) if options.wait and not code else code
-
-
-def _here_alone(options: Options) -> None:
-    """Say what of the options is done where the samples are complete. With Slurm that is later."""
-    if options.published is not None:
-        run.say("--published is not shown by the job; afterwards: hpcgrpo eval --compare FOLDER TABLE:ROW")
-    if options.pass_at_n is not None:
-        run.say(
-            "--pass-n is not drawn by the job; afterwards the same command without --executor slurm draws it"
-        )
-
-
-def _queue(source: Source, found: EvaluationConfig, options: Options, *, after: str | None) -> int:
-    """The array and the merge; of a training that is waited for, whatever checkpoint it ends with."""
-    folder = folder_of(source, options)
-    whole = _is_run(source)
-    pinned = str(source.step) if whole and after is None and source.step is not None else None
-    where = str(source.run.folder) if whole and source.run is not None else source.text
-    tasks = tasks_of(where, found, folder, checkpoint=pinned, waits_for=after)
-    name = f"{source.name}-eval"
-    if options.dry_run:
-        said = jobs.dry_run(tasks, cluster=found.cluster, after=after, name=name, folder=folder)
-        for script, words in said.items():
-            print(f"{script}: {words}")
-        return 0
-    _tell(jobs.submit(tasks, cluster=found.cluster, after=after, name=name, folder=folder), options)
-    return 0
-
-
-def submit_both(
-    trained: RunConfig,
-    options: Options,
-    *,
-    rolling_too: bool,
-    wait: bool,
-    train: Callable[[bool], int],
-    try_train: Callable[[], int],
-) -> int:
-    """Queue a training (`train`, which with True follows it) and its evaluation, checked before either is -> exit code.
-
-    Where both are followed: the training's code unless that is 0, else the evaluation's.
-    """
-    source = sources.of_run(trained)
-    found = settings(options, source)
-    check(source, found)
-    if options.dry_run:
-        return try_train() or _queue(source, found, options, after=None)
-    code = train(False)
-    if code:
-        return code
-    after = jobs.training_job(trained.folder)
-    if rolling_too:
-        _queue_watch(source, found, options, after)
-    else:
-        _queue(source, found, options, after=after)
-    if not wait:
-        return 0
-    code = train(True) if after is not None else 0
-    ended = jobs.follow(trained.folder.absolute() / "eval") if not rolling_too else 0
-    return code or ended
-
-
-def _is_run(source: Source) -> bool:
+def is_run(source: Source) -> bool:
     """Whether a run was named, not one of its checkpoints."""
     return source.run is not None and not (Path(source.text) / "config.json").exists()
-
-
-def _tell(done: jobs.Submitted, options: Options) -> None:
-    if options.as_json:
-        print(json.dumps({"jobs": done.ids, "after": done.after, "folder": str(done.folder)}), flush=True)
-        return
-    waits = f", when job {done.after} has ended well" if done.after else ""
-    print(
-        f"job {' '.join(done.arrays)}: {len(done.elements)} evaluation tasks{waits}; then {done.merge}: the table"
-    )
-    print(f"  folder     {done.folder}\n  to end it  scancel {' '.join(done.ids)}", flush=True)
 
 
 def check(source: Source, found: EvaluationConfig) -> None:
@@ -253,57 +183,45 @@ def tasks_of(
     waits_for: str | None = None,
 ) -> list[Task]:
     """A task a benchmark, or one for each of its shards."""
-    named = {benchmark.name: benchmark for benchmark in benchmarks.resolve(found.benchmarks)}
-    shards = {benchmarks.resolve([name])[0].name: count for name, count in found.shards.items()}
-    unknown = sorted(set(shards) - set(named))
-    if unknown or any(count < 1 for count in shards.values()):
-        wrong = unknown[0] if unknown else next(name for name, count in shards.items() if count < 1)
-        raise ConfigError(
-            f"shards: {wrong}: a benchmark of this evaluation ({', '.join(named)}), and 1 or more"
-        )
+    counts = shards(found)
     return [
-        Task(source, found, name, str(folder.absolute()), checkpoint, (i, shards.get(name, 1)), waits_for)
-        for name in named
-        for i in range(shards.get(name, 1))
+        Task(source, found, name, str(folder.absolute()), checkpoint, (i, counts.get(name, 1)), waits_for)
+        for name in (benchmark.name for benchmark in benchmarks.resolve(found.benchmarks))
+        for i in range(counts.get(name, 1))
     ]
 
 
 # ---- every checkpoint as it appears
 
 
-def follow_training(text: str, options: Options, *, on_slurm: bool) -> int:
-    """Evaluate every checkpoint of a run as it appears: here, or by a small job that queues the evaluations."""
+def follow_training(text: str, options: Options) -> int:
+    """Evaluate every checkpoint of a run on this machine as it appears -> exit code."""
+    source, found = watched(text, options)
+    assert source.run is not None
+    folder = source.run.folder.absolute()
+    code = watch(watch_file(folder, found, options, on_slurm=False))
+    print(rolling.table(folder))
+    return code
+
+
+def watched(text: str, options: Options) -> tuple[Source, EvaluationConfig]:
+    """A run, every checkpoint of which is to be evaluated, and how. Raises ConfigError."""
     source = sources.find(text)
-    if source.run is None or not _is_run(source):
+    if source.run is None or not is_run(source):
         raise ConfigError(f"--rolling: {text} is no run; name a run's folder or its YAML file")
     if options.fresh:
         raise ConfigError(
             f"--fresh goes with one evaluation, not with --rolling; to begin anew, move {source.run.folder}/eval away"
         )
+    if options.every < 1:
+        raise ConfigError(f"--every {options.every}: each N-th checkpoint is evaluated, and N is 1 or more")
     found = settings(options, source)
     check(source, found)
-    if on_slurm:
-        return _queue_watch(source, found, options, jobs.training_job(source.run.folder.absolute()))
-    folder = source.run.folder.absolute()
-    code = watch(_watch_file(folder, found, options, on_slurm=False))
-    print(rolling.table(folder))
-    return code
+    return source, found
 
 
-def _queue_watch(source: Source, found: EvaluationConfig, options: Options, after: str | None) -> int:
-    assert source.run is not None
-    folder = source.run.folder.absolute()
-    file = _watch_file(folder, found, options, on_slurm=True)
-    job = jobs.submit_watch(
-        file, cluster=found.cluster, after=after, name=f"{source.name}-eval", folder=folder / "eval"
-    )
-    print(
-        f"job {job}: evaluates each checkpoint of {folder} as it appears; its log is {folder}/eval/watch.log"
-    )
-    return 0
-
-
-def _watch_file(folder: Path, found: EvaluationConfig, options: Options, *, on_slurm: bool) -> Path:
+def watch_file(folder: Path, found: EvaluationConfig, options: Options, *, on_slurm: bool) -> Path:
+    """Write what the job that watches a run is to do, for `watch` to read -> the file."""
     said = {
         "run": str(folder),
         "config": found.model_dump(mode="json"),

@@ -8,19 +8,18 @@ In `<folder>/jobs/slurm`: the scripts, the code that they run, exit codes, and w
 from __future__ import annotations
 
 import json
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
 
+from evaluation import task as tasks_files
+from evaluation.config import EvaluationConfig
 from evaluation.reasons import Submitted as Submitted
-from evaluation.reasons import exit_code, write_record
 from evaluation.reasons import explain as explain
 from evaluation.reasons import submitted as submitted
 from evaluation.reasons import why as why
+from evaluation.reasons import write_record
 from evaluation.scripts import COMMANDS, MERGE, Commands, Script, arranged, check_after, render, single, small
 from evaluation.task import Task
 from hpcgrpo import evidence
@@ -29,11 +28,11 @@ from hpcgrpo.config_file import ConfigError
 from hpcgrpo.journal import claim, write_atomically
 from hpcgrpo.launch import queue, snapshot
 from hpcgrpo.launch import submit as launched
-from hpcgrpo.launch.follow import GONE_SECONDS, INTERRUPTED, LEAVING_SECONDS, say
+from hpcgrpo.launch.follow import say
 from hpcgrpo.launch.job import imports
 from hpcgrpo.sections import ClusterConfig
 
-POLL_SECONDS = 5.0
+WATCH = "watch"
 
 
 # ---- queueing
@@ -61,12 +60,12 @@ def submit(
     arrays, merge = arranged(tasks, cluster=cluster, after=after, name=name, folder=folder, commands=commands,
                              merge_cluster=merge_cluster)  # fmt: skip
     place = folder / "jobs" / "slurm"
-    _refuse_live(folder)
+    join(tasks, folder, wait=False)
     for script in (*arrays, merge):
         _check(script)
     try:
         with claim(place):  # two submissions at once: the second one is refused
-            _refuse_live(folder)
+            join(tasks, folder, wait=False)
             code = snapshot.take({}, code_root or place, beside=("evaluation",))
             if code_root is None:
                 snapshot.prune(place, keep=code)
@@ -77,6 +76,14 @@ def submit(
         raise ConfigError(
             f"{folder}: cannot be written ({error}); name another folder (--output-dir)"
         ) from None
+
+
+def test_only(tasks: Sequence[Task], *, cluster: ClusterConfig, name: str, folder: Path) -> None:
+    """Whether Slurm would take these tasks; nothing is queued or written. Raises ConfigError."""
+    queue.require()
+    arrays, merge = arranged(tasks, cluster=cluster, after=None, name=name, folder=folder.absolute())
+    for script in (*arrays, merge):
+        _check(script)
 
 
 def _check(script: Script) -> str:
@@ -205,7 +212,7 @@ def submit_watch(
     check_after(after)
     folder = folder.absolute()
     cluster = small(cluster).model_copy(update={"timeout_min": cluster.timeout_min})
-    script = single(cluster, name=f"{name}-watch", logs=folder, log="watch", requeues=cluster.max_requeues,
+    script = single(cluster, name=f"{name}-watch", logs=folder, log=WATCH, requeues=cluster.max_requeues,
                      command=(*commands.watch, str(file.absolute())))  # fmt: skip
     if after is not None:
         script = replace(
@@ -214,11 +221,9 @@ def submit_watch(
     _check(script)
     place = folder / "slurm"
     with claim(place):
-        job = str(evidence.read_json(place / "watch.json").get("job") or "")
-        if job and queue.state(job) is not None:
-            raise ConfigError(f"{folder}: is watched by job {job} already; end it with `scancel {job}`")
+        join_watch(folder, wait=False)
         code = snapshot.take({}, place, beside=("evaluation",))
-        (place / "watch.code").unlink(missing_ok=True)
+        (place / f"{WATCH}.code").unlink(missing_ok=True)
         job = _sbatch(_with_setup(script, imports(code, Path.cwd())), place / "watch.sbatch")
         write_atomically(place / "watch.json", json.dumps({"job": job}) + "\n")
     return job
@@ -250,10 +255,11 @@ def training_job(run_folder: Path) -> str | None:
 def live(folder: Path) -> dict[str, str]:
     """Which jobs of an evaluation are queued or running -> their states. Raises Unreachable where nobody can tell."""
     found = submitted(folder)
-    return _states(found) if found is not None else {}
+    return states(found) if found is not None else {}
 
 
-def _states(jobs: Submitted) -> dict[str, str]:
+def states(jobs: Submitted) -> dict[str, str]:
+    """Those of an evaluation's jobs that are queued or running -> their states. Raises Unreachable."""
     found: dict[str, str] = {}
     for job in jobs.ids:
         answer = queue.ask("squeue", "--noheader", "--array", "--jobs", job, "--states=all", "--format=%i %T")
@@ -264,89 +270,42 @@ def _states(jobs: Submitted) -> dict[str, str]:
     return found
 
 
-def _refuse_live(folder: Path) -> None:
-    found = live(folder)
-    if found:
-        ids = " ".join(sorted({job.partition("_")[0] for job in found}))
-        raise ConfigError(
-            f"{folder}: this evaluation is live as job {ids.replace(' ', ', ')}; follow it with --wait, or end it with"
-            f" `scancel {ids}`"
-        )
+def join(tasks: Sequence[Task], folder: Path, *, wait: bool) -> bool:
+    """Whether an evaluation of these tasks and settings is live in `folder`, and followed since `wait` asks for it.
 
-
-# ---- following
-
-
-def follow(
-    folder: Path,
-    *,
-    out: TextIO = sys.stdout,
-    tell: Callable[[str], None] = say,
-    poll_seconds: float = POLL_SECONDS,
-) -> int:
-    """Until the merge has ended: what the jobs do to `tell`, then the merge's words to `out` -> its exit code.
-
-    1 where it never ran. Each task that is missing is told with its reason. Ctrl-C ends the following alone (130).
+    Raises ConfigError for one that is live otherwise, Unreachable where nobody can tell.
     """
-    jobs = submitted(folder)
-    if jobs is None:
-        raise ConfigError(f"{folder}: no evaluation was queued here")
-    try:
-        _until_over(jobs, tell, poll_seconds)
-    except KeyboardInterrupt:
-        tell(f"no longer following; the evaluation goes on. To end it: scancel {' '.join(jobs.ids)}")
-        return INTERRUPTED
-    code = exit_code(folder / "jobs", MERGE)
-    printed = _printed(folder / "jobs" / f"{MERGE}.log", whole=code is None)
-    out.write(printed)
-    for name, reason in explain(folder).items():
-        if reason not in printed:
-            tell(f"{name}: {reason}")
-    if code is None:
-        tell(
-            f"the job that merges the results ({jobs.merge}) left the queue without its end; Slurm says"
-            f" {queue.final_state(jobs.merge or '0')}. `hpcgrpo eval-merge {folder}` makes the table"
-        )
-    return 1 if code is None else code
+    found = live(folder)
+    if not found:
+        return False
+    ids = " ".join(sorted({job.partition("_")[0] for job in found}))
+    said = f"{folder}: this evaluation is live as job {ids.replace(' ', ', ')}"
+    if wait and _settings(folder) == {task.name: task.config for task in tasks}:
+        say(f"{said}; following it")
+        return True
+    raise ConfigError(f"{said}; follow it with --wait and the same settings, or end it with `scancel {ids}`")
 
 
-def _printed(log: Path, *, whole: bool) -> str:
-    """What the merge printed; without srun's own lines where it ended by itself."""
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    except OSError:
-        return ""
-    return "".join(line for line in lines if whole or not line.startswith("srun: "))
+def _settings(folder: Path) -> dict[str, EvaluationConfig]:
+    """Of each task that was queued last."""
+    found = submitted(folder)
+    names = found.elements if found is not None else ()
+    return {name: tasks_files.read(folder / "jobs" / f"{name}.json").config for name in names}
 
 
-def _until_over(jobs: Submitted, tell: Callable[[str], None], poll_seconds: float) -> None:
-    """Out of the queue for a while, or the merge has written how it ended and had time to leave."""
-    told, gone_since, merged_since = "", None, None
-    while True:
-        now = time.monotonic()
-        if exit_code(jobs.folder / "jobs", MERGE) is not None:
-            merged_since = merged_since or now
-        try:
-            states = _states(jobs)
-            shown = "; ".join(_shown(jobs, states)) or "none in the queue"
-            gone_since = None if states else gone_since or now
-        except queue.Unreachable as error:
-            shown = str(error)
-        if shown != told:
-            told = shown
-            tell(shown)
-        if merged_since is not None and (gone_since is not None or now - merged_since > LEAVING_SECONDS):
-            return
-        if gone_since is not None and now - gone_since >= GONE_SECONDS:
-            return
-        time.sleep(poll_seconds)
+def watching(folder: Path) -> str | None:
+    """The job that was queued last to watch for checkpoints, live or not; `folder` is the run's eval folder."""
+    return str(evidence.read_json(folder / "slurm" / "watch.json").get("job") or "") or None
 
 
-def _shown(jobs: Submitted, states: Mapping[str, str]) -> Iterator[str]:
-    mine = [states[e] for e in jobs.elements.values() if e in states]
-    if mine:
-        counts = ", ".join(f"{mine.count(state)} {state}" for state in sorted(set(mine)))
-        waiting = f", waiting for job {jobs.after}" if jobs.after and set(mine) == {"PENDING"} else ""
-        yield f"job {' '.join(jobs.arrays)}: {counts} of {len(jobs.elements)}{waiting}"
-    elif jobs.merge and jobs.merge in states:
-        yield f"job {jobs.merge} (merge): {states[jobs.merge]}"
+def join_watch(folder: Path, *, wait: bool) -> bool:
+    """Whether a job that watches is live, and followed since `wait` asks for it; else ConfigError for a live one."""
+    job = watching(folder)
+    if job is None or queue.state(job) is None:
+        return False
+    if wait:
+        say(f"{folder}: is watched by job {job}; following it")
+        return True
+    raise ConfigError(
+        f"{folder}: is watched by job {job} already; follow it with --wait, or end it with `scancel {job}`"
+    )

@@ -326,6 +326,12 @@ def _update(run_folder: Path, step: int, **values: Any) -> None:
         )
 
 
+def submitted(run_folder: Path) -> list[Path]:
+    """The folders of the checkpoints, the evaluation of which is queued and not yet merged."""
+    entries = sorted(_read(run_folder).items(), key=_by_step)
+    return [folder_of(run_folder, int(step)) for step, entry in entries if entry["state"] == "submitted"]
+
+
 def curve(run_folder: Path) -> dict[int, dict[str, float]]:
     """Step -> benchmark -> score, of the checkpoints that are merged."""
     return {int(s): dict(e["scores"]) for s, e in _read(run_folder).items() if e.get("scores")}

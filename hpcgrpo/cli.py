@@ -154,29 +154,25 @@ def submit(arguments: argparse.Namespace) -> int:
 
 def _submit_with_evaluation(arguments: argparse.Namespace, run: Any) -> int:
     """A training, and the evaluation that waits for it; with --wait both are followed."""
-    from evaluation import command
-    from hpcgrpo.launch import submit
+    from evaluation import command, queueing
 
     if arguments.executor != "slurm":
         raise ValueError(
             "--eval: jobs that wait for jobs need Slurm; without it, run hpcgrpo eval after the training"
         )
-    options = command.Options(config=arguments.eval, as_json=arguments.json, dry_run=arguments.dry_run)
-    return command.submit_both(
-        run,
-        options,
-        rolling_too=arguments.rolling,
+    options = command.Options(
+        config=arguments.eval,
+        as_json=arguments.json,
+        dry_run=arguments.dry_run,
+        fresh=arguments.fresh,
         wait=arguments.wait,
-        train=lambda wait: submit.submit(
-            run, executor="slurm", wait=wait, fresh=arguments.fresh and not wait, as_json=arguments.json
-        ),
-        try_train=lambda: submit.dry_run(run, as_json=arguments.json),
     )
+    return queueing.submit_both(run, options, rolling_too=arguments.rolling)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Benchmarks of a model, here or with Slurm; comparisons and lists."""
-    from evaluation import command, compare, published
+    from evaluation import command, compare, published, queueing
 
     if arguments.list:
         return command.list_benchmarks(as_json=arguments.json)
@@ -202,10 +198,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
         pass_at_n=arguments.pass_n,
         as_json=arguments.json,
     )
-    on_slurm = arguments.executor == "slurm"
-    if arguments.rolling:
-        return command.follow_training(arguments.source, options, on_slurm=on_slurm)
-    return (command.queued if on_slurm else command.here)(arguments.source, options)
+    if arguments.executor == "slurm":
+        body = queueing.evaluate_rolling if arguments.rolling else queueing.evaluate
+    else:
+        body = command.follow_training if arguments.rolling else command.here
+    return body(arguments.source, options)
 
 
 def eval_task(arguments: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ import pytest
 from cluster import Cluster, write_cluster_config
 from programs import evaluation_job
 
-from evaluation import jobs, rolling
+from evaluation import following, jobs, rolling
 from evaluation.config import EvaluationConfig
 from evaluation.task import Task
 from hpcgrpo import config
@@ -79,7 +79,7 @@ def follow(folder: Path, *, interrupted: bool = False) -> tuple[int, str, list[s
         if interrupted and len(told) == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
-    return jobs.follow(folder, out=out, tell=tell, poll_seconds=0.5), out.getvalue(), told
+    return following.follow(folder, out=out, tell=tell, poll_seconds=0.5), out.getvalue(), told
 
 
 def starts(folder: Path, name: str) -> list[dict[str, str]]:
@@ -121,6 +121,10 @@ def test_an_evaluation_waits_for_its_training(
         ConfigError, match=rf"live as job {array}, {done.merge}; .* `scancel {array} {done.merge}`"
     ):
         evaluate(slurm, run, folder, after=training)
+    made = [Task(str(run), EvaluationConfig(benchmarks=tuple("abc")), name, str(folder)) for name in "abc"]
+    assert jobs.join(made, folder, wait=True)
+    with pytest.raises(ConfigError, match="follow it with --wait and the same settings"):
+        jobs.join(made[:2], folder, wait=True)
     code, _, told = follow(folder, interrupted=True)
     assert code == 130 and f"scancel {array} {done.merge}" in told[-1] and len(jobs.live(folder)) == 4
     slurm.login("scontrol", "release", training)
@@ -244,8 +248,14 @@ def test_checkpoints_are_evaluated_as_they_appear_though_the_training_removes_th
     slurm.until(lambda: "1" in rolling.table(run), "the first checkpoint")
     go_on.touch()
     slurm.login("scancel", "--signal=USR2", watch)
+    assert jobs.join_watch(place, wait=True)
+    told: list[str] = []
+    assert following.follow_watch(place, tell=told.append, poll_seconds=0.5) == 0, told
+    assert told[0].startswith(f"job {watch} (watches for checkpoints): ")
     assert slurm.wait_for(watch, "COMPLETED", timeout_seconds=120)["Restarts"] == "1"
-    slurm.until(lambda: len(rolling.curve(run)) == 3, "the last merge")
+    for folder in rolling.submitted(run):
+        assert follow(folder)[0] == 0
+    assert rolling.submitted(run) == [] and len(rolling.curve(run)) == 3
     assert rolling.curve(run) == {step: {"a": step / 10, "b": step / 10} for step in (1, 2, 3)}
     assert {p.name for p in (run / "checkpoints").iterdir()} == {"checkpoint-2", "checkpoint-3"}
     slurm.until(lambda: not list((run / "eval").glob("checkpoint-*/model")), "kept models are removed")
@@ -277,6 +287,15 @@ def test_what_slurm_refuses_is_told_before_anything_is_queued(slurm: Cluster, tm
     assert [Path(path).name for path in said] == ["array-0.sbatch", "merge.sbatch"]
     assert all("to start at" in answer for answer in said.values()), said
     assert [p.name for p in (tmp_path / "jobs").iterdir()] == ["dry-run"]
+    training, file = write_cluster_config(tmp_path), tmp_path / "eval.yaml"
+    for change, words in (
+        ("cluster: {slurm_partition: mian}", "cluster.slurm_partition mian: no such partition"),
+        ("shards: {cain: 2}", "shards: cain: 2"),
+        ("shards: {chain: 0}", "shards: chain: 0"),
+    ):
+        file.write_text(f"benchmarks: [chain]\n{change}\n")
+        done = slurm.hpcgrpo("submit", str(training), "--eval", str(file))
+        assert done.returncode == 2 and words in done.stderr, done.stderr
     assert slurm.login("squeue", "-h").stdout == ""
 
 
@@ -299,7 +318,13 @@ def test_training_and_evaluation_in_one_command(slurm: Cluster, tmp_path: Path) 
     training = write_cluster_config(tmp_path, nodes=1, steps=2, save_steps=1)
     (tmp_path / "eval.yaml").write_text(EVALUATION)
     done = slurm.hpcgrpo(
-        "submit", str(training), "--eval", str(tmp_path / "eval.yaml"), "--wait", timeout_seconds=1100
+        "submit",
+        str(training),
+        "--eval",
+        str(tmp_path / "eval.yaml"),
+        "--wait",
+        "--json",
+        timeout_seconds=1100,
     )
     run = config.load(training).folder
     for job in (jobs.submitted(run / "eval") or pytest.fail(done.stderr)).ids:
@@ -308,11 +333,13 @@ def test_training_and_evaluation_in_one_command(slurm: Cluster, tmp_path: Path) 
     names = ["chain-digits-4-size-16", "chain-digits-5-size-16", "addition-size-8"]
     said = summary(run / "eval")
     assert list(said["results"]) == names and said["missing"] == {}
+    shown = json.loads(done.stdout)  # and nothing else is on standard output
+    assert shown["folder"] == str(run) and shown["eval"]["summary"] == said
     for name, problems in zip(names, (16, 16, 8), strict=True):
         result = json.loads((run / "eval" / f"{name}.json").read_text())
         assert result["summary"]["num_problems"] == problems and result["summary"]["num_samples"] == 2
         assert result["model"]["step"] == 2 and result["settings"]["engine"].startswith("vllm")
-        assert name.rpartition("-")[0] in done.stdout  # the table
+        assert name.rpartition("-")[0] in done.stderr  # the table
     assert len(list((run / "eval" / "logs").glob("*/engine-0.log"))) == 4  # every element's own
     assert {p.name for p in (run / "eval" / names[0]).glob("*.jsonl")} == {
         f"samples-{i}-of-2.jsonl" for i in (0, 1)

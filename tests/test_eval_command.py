@@ -305,7 +305,7 @@ def test_fresh_is_not_of_rolling(tmp_path: Path) -> None:
 
     options = command.Options(overrides=CHAIN, fresh=True)
     with pytest.raises(ConfigError, match="--fresh goes with one evaluation"):
-        command.follow_training(str(write_config(tmp_path)), options, on_slurm=False)
+        command.follow_training(str(write_config(tmp_path)), options)
 
 
 # ---- lists

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluation import jobs, reasons, rolling, scripts
+from evaluation import following, jobs, reasons, rolling, scripts
 from evaluation.config import EvaluationConfig, load
 from evaluation.task import Task
 from hpcgrpo.config import ConfigError
@@ -255,7 +255,7 @@ def test_an_evaluation_without_a_checkpoint_and_a_training_is_refused(no_slurm: 
     assert jobs.training_job(tmp_path) is None
     assert jobs.explain(tmp_path) == {} and jobs.submitted(tmp_path) is None
     with pytest.raises(ConfigError, match="no evaluation was queued here"):
-        jobs.follow(tmp_path)
+        following.follow(tmp_path)
 
 
 # ---- rolling

@@ -44,7 +44,7 @@ def submit(run: RunConfig, *, executor: str, wait: bool, fresh: bool, as_json: b
     checks.inputs(run)
     live = find_live(run.folder)
     if live is not None:
-        return _join(run, live, wait=wait, fresh=fresh)
+        return _join(run, live, wait=wait, fresh=fresh, as_json=as_json)
     _check(run)
     if executor == "slurm":
         queue.check(job)
@@ -177,7 +177,7 @@ def _here(run: RunConfig, fresh: bool) -> int:
         )
     live = find_live(run.folder)
     if live is not None:
-        _join(run, live, wait=False, fresh=fresh)
+        _join(run, live, wait=False, fresh=fresh, as_json=False)
     if not local.preflight(run, fresh=fresh):
         return 0
     executor = submitit.DebugExecutor(folder=run.folder.absolute() / "slurm" / "submitit" / "%j")
@@ -280,13 +280,19 @@ def _process_state(pid: str) -> str | None:
     return "RUNNING" if state not in "ZX" and b"submitit" in command else None
 
 
-def _join(run: RunConfig, live: Submitted, *, wait: bool, fresh: bool) -> int:
-    """A run that is live is followed where that is what was asked for, and never submitted twice."""
+def is_same(run: RunConfig) -> bool:
+    """Whether the run that lies in its folder has this configuration, so that a live one can be followed."""
     written = run.folder / local.CONFIG_FILE
-    same = written.exists() and written.read_text(encoding="utf-8") == to_yaml(run)
-    if wait and same and not fresh:
+    return written.exists() and written.read_text(encoding="utf-8") == to_yaml(run)
+
+
+def _join(run: RunConfig, live: Submitted, *, wait: bool, fresh: bool, as_json: bool) -> int:
+    """A run that is live is followed where that is what was asked for, and never submitted twice."""
+    if wait and is_same(run) and not fresh:
         say(f"{run.name} is live as job {live.job_id}; following it")
-        return follow(live, out=sys.stdout)
+        if as_json:
+            _tell(run, live, as_json)
+        return follow(live, out=sys.stderr if as_json else sys.stdout)
     raise ConfigError(
         f"{run.folder}: the run is live as job {live.job_id} ({live.state()}). End it with `{live.cancel}`, follow it"
         f" with --wait and the same configuration, or give this run a name of its own (name=...)"
@@ -299,9 +305,7 @@ def _join(run: RunConfig, live: Submitted, *, wait: bool, fresh: bool) -> int:
 def _tell(run: RunConfig, submitted: Submitted, as_json: bool) -> None:
     log = str(submitted.logs[0])
     if as_json:
-        print(
-            json.dumps({"job_id": submitted.job_id, "folder": str(submitted.folder), "log": log}), flush=True
-        )
+        print(json.dumps(in_words(submitted)), flush=True)
         return
     nodes = f"{run.cluster.nodes} node" + ("s" if run.cluster.nodes > 1 else "")
     print(f"job {submitted.job_id}: {run.name} on {nodes}")
@@ -309,10 +313,31 @@ def _tell(run: RunConfig, submitted: Submitted, as_json: bool) -> None:
         print(f"  {what:<10} {value}", flush=True)
 
 
+def in_words(submitted: Submitted) -> dict[str, str]:
+    """A job as `--json` tells it."""
+    return {
+        "job_id": submitted.job_id,
+        "folder": str(submitted.folder),
+        "log": str(submitted.logs[0]),
+    }
+
+
 def dry_run(run: RunConfig, *, as_json: bool) -> int:
+    """Try a submission out and print what came of it: see `tried`."""
+    said = tried(run)
+    if as_json:
+        print(json.dumps(said))
+        return 0
+    for what, value in said.items():
+        print(f"{'to submit' if what == 'command' else what:<10} {value}")
+    return 0
+
+
+def tried(run: RunConfig) -> dict[str, str]:
     """Check a run, write its script and configuration to slurm/dry-run in its folder, and let sbatch check the script.
 
-    An existing run is left as it is. Raises ConfigError for what the user can mend.
+    -> script, config, what sbatch says, and the command that submits. An existing run is left as it is. Raises
+    ConfigError for what the user can mend.
     """
     _check(run)
     job = job_for(run, directory=Path.cwd())
@@ -325,15 +350,7 @@ def dry_run(run: RunConfig, *, as_json: bool) -> int:
     except OSError as error:
         raise ConfigError(f"output_dir {run.output_dir}: {folder} cannot be written ({error})") from None
     command = shlex.join(["sbatch", str(script)])
-    checked = _checked(job)
-    if as_json:
-        print(
-            json.dumps({"script": str(script), "config": str(written), "command": command, "sbatch": checked})
-        )
-        return 0
-    for what, value in (("script", script), ("config", written), ("sbatch", checked), ("to submit", command)):
-        print(f"{what:<10} {value}")
-    return 0
+    return {"script": str(script), "config": str(written), "sbatch": _checked(job), "command": command}
 
 
 def _checked(job: Job) -> str:

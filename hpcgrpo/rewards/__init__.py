@@ -229,7 +229,7 @@ def _check_values(name: str, options: Mapping[str, Any], own: Mapping[str, inspe
         rule, holds = RULES.get(kind, ("", lambda _: True))
         if not holds(value) and not (optional and value is None):
             raise ValueError(
-                f"rewards.{name}.{option} is {value!r}; it must be {rule}{optional and ', or null'}"
+                f"rewards: {name}.{option} is {value!r}; it must be {rule}{optional and ', or null'}"
             )
 
 

@@ -20,7 +20,7 @@ GOES_ON = {  # command -> what the same command does after an interruption
     "submit": "; a job that is queued goes on",
     "study": FROM_CHECKPOINT,
     "quickstart": FROM_CHECKPOINT,
-    "profile": "; what was measured is kept, and the same command starts the algorithm at hand over",
+    "profile": "; what was measured is kept, and the same command goes on",
     "eval": "; what was graded is kept, and the same command goes on",
 }
 

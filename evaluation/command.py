@@ -220,14 +220,19 @@ def watched(text: str, options: Options) -> tuple[Source, EvaluationConfig]:
     return source, found
 
 
-def watch_file(folder: Path, found: EvaluationConfig, options: Options, *, on_slurm: bool) -> Path:
-    """Write what the job that watches a run is to do, for `watch` to read -> the file."""
-    said = {
+def to_watch(folder: Path, found: EvaluationConfig, options: Options, *, on_slurm: bool) -> dict[str, Any]:
+    """What who watches a run is to do, as `watch_file` writes it."""
+    return {
         "run": str(folder),
         "config": found.model_dump(mode="json"),
         "every": options.every,
         "slurm": on_slurm,
     }
+
+
+def watch_file(folder: Path, found: EvaluationConfig, options: Options, *, on_slurm: bool) -> Path:
+    """Write what who watches a run is to do, for `watch` to read -> the file."""
+    said = to_watch(folder, found, options, on_slurm=on_slurm)
     write_atomically(folder / "eval" / WATCH_FILE, json.dumps(said, indent=1) + "\n")
     return folder / "eval" / WATCH_FILE
 

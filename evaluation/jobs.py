@@ -307,5 +307,6 @@ def join_watch(folder: Path, *, wait: bool) -> bool:
         say(f"{folder}: is watched by job {job}; following it")
         return True
     raise ConfigError(
-        f"{folder}: is watched by job {job} already; follow it with --wait, or end it with `scancel {job}`"
+        f"{folder}: is watched by job {job} already; follow it with --wait and the same settings, or end it"
+        f" with `scancel {job}`"
     )

@@ -12,6 +12,7 @@ from typing import Any
 from evaluation import following, jobs, rolling
 from evaluation import source as sources
 from evaluation.command import (
+    WATCH_FILE,
     Options,
     check,
     folder_of,
@@ -19,6 +20,7 @@ from evaluation.command import (
     set_aside,
     settings,
     tasks_of,
+    to_watch,
     watch_file,
     watched,
 )
@@ -141,9 +143,11 @@ def submit_both(trained: RunConfig, options: Options, *, rolling_too: bool) -> i
     with _told(options) as said:
         if options.dry_run:
             return _try_both(trained, source, found, options, said)
-        place, wait = trained.folder.absolute() / "eval", options.wait and not options.fresh
-        tasks = _tasks(source, found, options, None)
-        joined = jobs.join_watch(place, wait=wait) if rolling_too else jobs.join(tasks, place, wait=wait)
+        place, tasks = trained.folder.absolute() / "eval", _tasks(source, found, options, None)
+        if rolling_too:
+            joined = _joins_watch(source, found, options)
+        else:
+            joined = jobs.join(tasks, place, wait=options.wait and not options.fresh)
         if not joined:
             jobs.test_only(tasks, cluster=found.cluster, name=_name(source), folder=place)
         after, code = _train(trained, options)
@@ -198,10 +202,18 @@ def evaluate_rolling(text: str, options: Options) -> int:
     assert source.run is not None
     folder = source.run.folder.absolute()
     with _told(options) as said:
-        if not jobs.join_watch(folder / "eval", wait=options.wait):
+        if not _joins_watch(source, found, options):
             _queue_watch(source, found, options, jobs.training_job(folder))
         said |= _watch(folder / "eval")
         return _follow_watch(folder / "eval", said) if options.wait else 0
+
+
+def _joins_watch(source: Source, found: EvaluationConfig, options: Options) -> bool:
+    assert source.run is not None
+    folder = source.run.folder.absolute()
+    known = evidence.read_json(folder / "eval" / WATCH_FILE)
+    same = known == to_watch(folder, found, options, on_slurm=True)
+    return jobs.join_watch(folder / "eval", wait=options.wait and not options.fresh and same)
 
 
 def _queue_watch(source: Source, found: EvaluationConfig, options: Options, after: str | None) -> None:

@@ -231,6 +231,13 @@ def user(tmp_path: Path) -> Callable[[str], str]:
     return lambda name: f"{path}:{name}"
 
 
+def seen_by(function: str) -> dict[str, Any]:
+    """What a function of USER's got last."""
+    path, _, _ = function.rpartition(":")
+    (module,) = (m for m in [*sys.modules.values()] if getattr(m, "__file__", None) == path)
+    return dict(module.SEEN)
+
+
 def two(spec: dict[str, Any], **columns: Any) -> list[Any]:
     with built(spec) as rewards:
         return rewards.score(
@@ -241,7 +248,7 @@ def two(spec: dict[str, Any], **columns: Any) -> list[Any]:
 def test_user_functions_get_what_trl_gives(user: Callable[[str], str]) -> None:
     scores = two({user("length"): 2.0}, answer="7", level=3)
     assert [s.reward for s in scores] == [0.6, 1.0] and scores[0].parts == {"length": 0.3}
-    seen = next(m for n, m in sys.modules.items() if n.startswith("mine_")).SEEN
+    seen = seen_by(user("length"))
     assert seen["prompts"] == ["What is 3+4?"] * 2 and seen["completions"] == ["7", "8"]
     assert seen["columns"] == {"answer": ["7", "7"], "level": [3, 3]}
 
@@ -249,7 +256,7 @@ def test_user_functions_get_what_trl_gives(user: Callable[[str], str]) -> None:
 def test_conversational_rows_give_messages(user: Callable[[str], str]) -> None:
     with built({user("length"): 1.0}) as rewards:
         rewards.score([prompt(conversational=True)], [completion("7")])
-    seen = next(m for n, m in reversed(sys.modules.items()) if n.startswith("mine_")).SEEN
+    seen = seen_by(user("length"))
     assert seen["completions"] == [[{"role": "assistant", "content": "7"}]]
     assert [m["role"] for m in seen["prompts"][0]] == ["system", "user"]
 
